@@ -1,0 +1,67 @@
+# make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
+# make test   runs every notebook and the tests
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the nine published runs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help train test lab paper published export
+
+LOSS ?= infonce
+DATA ?= demo
+SEED ?= 0
+NAME ?= $(DATA)-$(LOSS)-seed$(SEED)
+ARGS ?=
+DATA_DIR ?= $(CURDIR)/data
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+BIN := .venv/bin
+READY := .venv/.ready
+RUNS ?= $(DATA_DIR)/runs
+RUN = $(RUNS)/$(NAME)
+export DATA_DIR
+
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+
+# The environment, complete only when its mark is there; made again when what it is made from changes.
+$(READY): requirements.lock settings.ini setup.py pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "requirements.lock is made for Python 3.11; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "building .venv (about 6 GB, a few minutes) ..."
+	"$(PYTHON)" -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $@
+
+train: $(READY)
+	@mkdir -p "$(RUN)"
+	FACENB_LOG_EVERY=10 $(BIN)/python -m papermill nbs/train.ipynb "$(RUN)/.train.ipynb" -k python3 --log-output --no-progress-bar \
+	  -r loss "$(LOSS)" -r data "$(DATA)" -p seed "$(SEED)" -r name "$(NAME)" -r runs "$(RUNS)" $(ARGS) < /dev/null 2>&1 \
+	  | sed -u -E '/^(Executing|Ending) Cell|^(In|Out)put Notebook|^Executing notebook|^<Figure|^$$/d'
+	@mv "$(RUN)/.train.ipynb" "$(RUN)/train.ipynb"
+
+test: $(READY)
+	$(BIN)/nbdev_test --n_workers 1 --do_print --timing
+	$(BIN)/python -m pytest -q tests
+
+lab: $(READY)
+	$(BIN)/python -m jupyterlab nbs
+
+paper: $(READY)
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace nbs/5[1-9]_*.ipynb nbs/index.ipynb
+	$(BIN)/nbdev_clean
+	$(BIN)/python tests/test_readme.py
+
+# The runs behind the published figures; their small records are tracked by git.
+published: $(READY)
+	for loss in arcface infonce hybrid; do for seed in 0 1 2; do \
+	  $(MAKE) --no-print-directory train LOSS=$$loss SEED=$$seed RUNS="$(CURDIR)/data/runs/published"; done; done
+
+# After editing notebooks: write the package, tidy the notebooks, write README.
+export: $(READY)
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/python tests/test_readme.py
