@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SAME', 'DIFFERENT', 'set_style', 'png', 'training_curves', 'verification_table', 'score_histogram', 'roc_figure',
-           'error_faces']
+           'error_faces', 'seed_table', 'markdown']
 
 # %% ../nbs/50_plots.ipynb #078c4abc
 import io
@@ -120,3 +120,34 @@ def error_faces(
         ax.imshow(both)
         ax.set_title(f"{kind}\n{similarity[pair]:.2f}", color=colour, fontsize=9)
     return figure
+
+# %% ../nbs/50_plots.ipynb #d68b9d3f
+def seed_table(
+    runs: pd.DataFrame,  # from load_runs
+    by: str,  # column that names the rows
+    columns: dict[str, str],  # column of `runs` to heading
+    order: list[str] | None = None,  # rows wanted; one without runs shows as missing
+) -> pd.DataFrame:  # text, a row a value of `by`; ValueError when a seed occurs twice in a row
+    "Mean ± sd over seeds"
+    twice = runs[runs.duplicated([by, "seed"], keep=False)]
+    if len(twice):
+        raise ValueError(f"the same {by} and seed in several records: {sorted(twice.folder)}")
+    groups = dict(list(runs.groupby(by))) if len(runs) else {}
+    rows = {}
+    for value in order or sorted(groups):
+        group = groups.get(value)
+        cells = {title: _mean_sd(group[column]) if group is not None else "missing" for column, title in columns.items()}
+        rows[value] = {"seeds": 0 if group is None else len(group), **cells}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(by)
+
+
+def _mean_sd(values: pd.Series) -> str:
+    spread = f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{spread}"
+
+
+def markdown(table: pd.DataFrame) -> str:
+    "The table in Markdown, for README"
+    lines = [[table.index.name or "", *map(str, table.columns)], ["---"] * (table.shape[1] + 1)]
+    lines += [[str(name), *map(str, row)] for name, row in zip(table.index, table.itertuples(index=False, name=None))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
