@@ -40,7 +40,7 @@ train: $(READY)
 	@mkdir -p "$(RUN)"
 	FACENB_LOG_EVERY=10 $(BIN)/python -m papermill nbs/train.ipynb "$(RUN)/.train.ipynb" -k python3 --log-output --no-progress-bar \
 	  -r loss "$(LOSS)" -r data "$(DATA)" -p seed "$(SEED)" -r name "$(NAME)" -r runs "$(RUNS)" $(ARGS) < /dev/null 2>&1 \
-	  | sed -u -E '/^(Executing|Ending) Cell|^(In|Out)put Notebook|^Executing notebook|^<Figure|^$$/d'
+	  | sed -u -E '/^(Executing|Ending) Cell|^(In|Out)put Notebook|^Executing notebook|^<Figure|^$$|IPKernelApp/d'
 	@mv "$(RUN)/.train.ipynb" "$(RUN)/train.ipynb"
 
 test: $(READY)

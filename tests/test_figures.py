@@ -1,0 +1,55 @@
+"""Every committed figure stands beside the rows it shows, and every row names a tracked record."""
+import json
+import subprocess
+
+import pandas as pd
+import pytest
+
+from conftest import ROOT
+from test_readme import readme
+
+FIGURES = sorted((ROOT / "figures").glob("*.png"))
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda path: path.name)
+def test_figure_has_rows_from_records(figure):
+    rows = pd.read_csv(figure.with_suffix(".csv"))
+    assert len(rows)
+    for _, row in rows.iterrows():
+        record = json.loads((ROOT / "data" / "runs" / "published" / row.record / "record.json").read_text())
+        facts = {**record["parameters"], **record["metrics"], **record["counts"], **record["git"]}
+        for name, value in row.drop("record").items():
+            assert value == pytest.approx(facts[name]) if isinstance(value, float) else value == facts[name], name
+
+
+def test_there_are_figures():
+    assert "51_main.png" in [path.name for path in FIGURES]
+
+
+def test_published_records_are_tracked_and_clean():
+    from facenb.runs import PUBLISHED, load_runs
+    runs = load_runs(PUBLISHED)
+    demo = runs[runs.data == "demo"]
+    assert set(zip(demo.loss, demo.seed)) >= {(loss, seed) for loss in ("arcface", "infonce", "hybrid") for seed in range(3)}
+    assert not runs.dirty.any() and runs.commit.notna().all()
+    tracked = subprocess.run(["git", "ls-files", "data"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    records = {f"data/runs/published/{folder}/record.json" for folder in runs.folder}
+    assert records <= set(tracked)
+    assert [path for path in tracked if not path.endswith((".json", ".csv"))] == []
+
+
+def test_numbers_in_readme_come_from_records():
+    from facenb.plots import seed_table
+    from facenb.runs import PUBLISHED, load_runs
+    runs = load_runs(PUBLISHED)
+    columns = {"tar_at_far_0.01": "a", "tar_at_far_0.001": "b", "eer": "c", "auc": "d", "accuracy_best": "e", "accuracy_at_far": "f"}
+    table = seed_table(runs[runs.data == "demo"], "loss", columns)
+    for loss, row in table.iterrows():
+        assert "| " + " | ".join([loss, *map(str, row)]) + " |" in readme()
+
+
+def test_published_numbers_are_marked():
+    reference = pd.read_csv(ROOT / "data" / "reference" / "published_results.csv")
+    assert (reference.status == "published").all() and reference.metric.notna().all()

@@ -1,0 +1,126 @@
+"""The training notebook as a user runs it: through papermill, in a process of its own."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+
+from conftest import ROOT, SHORT, papermill, train
+from facenb.runs import file_hash, load_runs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    "One short run with everything it leaves"
+    folder = tmp_path_factory.mktemp("train")
+    done = train(folder, "-p", "loss", "infonce")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_leaves_a_record_with_everything(run):
+    folder = run / "runs" / "demo-infonce-seed0"
+    record = json.loads((folder / "record.json").read_text())
+    assert record["parameters"]["loss"] == "infonce" and record["parameters"]["epochs"] == 1
+    assert record["counts"]["training_people"] == 30 and record["counts"]["pairs_different"] == 4500
+    assert record["counts"]["negatives_per_anchor"] == 58
+    assert set(record["units"]) == set(record["metrics"]) and "tar_at_far_0.001" in record["metrics"]
+    assert record["metrics"]["pixels_auc"] > 0.8 and record["metrics"]["pca_auc"] > 0.8
+    assert record["git"].keys() == {"commit", "dirty"} and record["packages"]["torch"]
+    assert set(record["seconds"]) == {"data", "train", "evaluate", "total"}
+    assert {"backbone.safetensors", "embeddings.safetensors", "verification.txt", "roc.png", "errors.png"} <= set(record["files"])
+    for name, facts in record["files"].items():
+        assert file_hash(folder / name) == facts["sha256"]
+    text = (folder / "record.json").read_text()
+    assert str(ROOT) not in text and str(run) not in text and os.uname().nodename not in json.dumps(record["host"])
+
+
+def test_weights_and_embeddings_load(run):
+    import torch
+    from safetensors.torch import load_file
+    from facenb.backbones import build_backbone
+    folder = run / "runs" / "demo-infonce-seed0"
+    build_backbone("small", 24, 16).load_state_dict(load_file(folder / "backbone.safetensors"))
+    embeddings = load_file(folder / "embeddings.safetensors")["embeddings"]
+    assert embeddings.shape == (100, 16)
+    assert torch.allclose(embeddings.norm(dim=1), torch.ones(100), atol=1e-5)
+
+
+def test_executed_notebook_is_small_and_shows_pictures(run):
+    notebook = nbformat.read(run / "out.ipynb", as_version=4)
+    assert (run / "out.ipynb").stat().st_size < 500_000
+    pictures = [out for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    assert len(pictures) == 4
+
+
+def weights(folder):
+    record = json.loads(next((folder / "runs").rglob("record.json")).read_text())
+    return record["files"]["backbone.safetensors"]["sha256"]
+
+
+@pytest.mark.parametrize("loss", ["infonce", "hybrid"])
+def test_same_command_same_weights_other_seed_others(tmp_path, loss):
+    for name, seed in [("first", 0), ("again", 0), ("other", 1)]:
+        done = train(tmp_path / name, "-p", "loss", loss, "-p", "seed", str(seed))
+        assert done.returncode == 0, done.stderr
+    assert weights(tmp_path / "first") == weights(tmp_path / "again") != weights(tmp_path / "other")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["-p", "batchsize", "512"], "unknown parameter batchsize"),
+    (["-p", "learning_rate", "0.1"], "possible: loss, data, backbone"),
+    (["-p", "lr", "abc"], "lr must be a number, got 'abc'"),
+    (["-p", "epochs", "1.5"], "epochs must be a whole number, got 1.5"),
+    (["-p", "loss", "triplet"], "choose one of infonce, arcface, hybrid"),
+    (["-p", "pairs", "31"], "30 people have two images or more"),
+    (["-p", "precision", "fp16", "-p", "device", "cpu"], "precision=fp16 needs a GPU"),
+])
+def test_wrong_parameters_stop_the_run(tmp_path, arguments, message):
+    done = train(tmp_path, *arguments)
+    assert done.returncode != 0 and message in done.stderr
+    assert not list(tmp_path.rglob("record.json"))
+
+
+def test_taken_name_is_refused_and_kept(run):
+    before = (run / "runs" / "demo-infonce-seed0" / "record.json").read_bytes()
+    done = train(run, "-p", "lr", "0.5")
+    assert done.returncode != 0 and "lr: was 0.02, now 0.5" in done.stderr and "-p name NAME" in done.stderr
+    assert (run / "runs" / "demo-infonce-seed0" / "record.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_run_leaves_no_record_and_can_be_repeated(tmp_path, stop):
+    options = ["-p", "epochs", "100000", "-p", "image_size", "24", "-r", "runs", str(tmp_path / "runs"), "-p", "name", "killed"]
+    child = papermill(tmp_path / "out.ipynb", *options, start=subprocess.Popen, stdout=subprocess.DEVNULL,
+                      stderr=subprocess.DEVNULL, start_new_session=True)
+    staging = tmp_path / "runs" / "killed" / ".staging"
+    wait_for(staging.exists)
+    time.sleep(2)
+    child.send_signal(stop)
+    assert child.wait(30) != 0
+    assert not list(tmp_path.rglob("record.json"))
+
+    def free():
+        return train(tmp_path, "-p", "name", "killed").returncode == 0
+    wait_for(free, seconds=120)  # the kernel notices that papermill is gone, and lets go of the folder
+    assert load_runs(tmp_path / "runs").name.tolist() == ["killed"]
+    assert not staging.exists()
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.2)
+
+
+def test_without_output_path_papermill_prints_the_notebook(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "papermill", "nbs/train.ipynb", "-p", "loss", "infonce", *SHORT,
+                           "-r", "runs", str(tmp_path)], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["nbformat"] == 4
+    assert load_runs(tmp_path).loss.tolist() == ["infonce"]
