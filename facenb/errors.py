@@ -21,7 +21,8 @@ def hardest_errors(
     beyond = np.where(same, threshold - similarity, similarity - threshold)
     wrong = (similarity >= threshold) != same
     accepts, rejects = (np.flatnonzero(wrong & part) for part in (~same, same))
-    accepts, rejects = (part[np.argsort(-beyond[part], kind="stable")] for part in (accepts, rejects))
+    accepts, rejects = (part[np.argsort(-beyond[part], kind="stable")]
+                        for part in (accepts, rejects))
     half = max(count // 2, count - len(rejects))
     accepts = accepts[:half]
     return np.r_[accepts, rejects[:count - len(accepts)]]

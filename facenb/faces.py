@@ -20,7 +20,7 @@ def decode(
     encoded: bytes,  # a whole image file
     size: int | None = None,  # side of the square in pixels; None keeps the image as it is
 ) -> np.ndarray:  # (H, W, 3) uint8, RGB; raises ValueError for bytes that are no image
-    "Decode one image to RGB; with `size`, its central square, scaled with area-aware bilinear filtering"
+    "Decode one image to RGB; with `size`, its central square, scaled with bilinear filtering"
     try:
         image = Image.open(io.BytesIO(encoded)).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:

@@ -54,7 +54,7 @@ def add_margin(
 
 # %% ../nbs/20_losses.ipynb #a5757f39
 class ArcFace(nn.Module):
-    "Softmax over cosines to one centre a person, with an additive angular margin (arXiv 1801.07698)"
+    "Softmax over cosines to one centre a person, with an additive angular margin"
 
     def __init__(
         self,

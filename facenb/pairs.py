@@ -39,7 +39,7 @@ def all_pairs(
     images=None,  # (N,) their numbers in the store; None: 0..N-1
     name: str = "pairs",
 ) -> PairSet:  # one fold a person
-    "Every pair of the images; raises ValueError with fewer than two people or a person with one image"
+    "Every pair of the images; ValueError with fewer than two people or a person with one image"
     labels = np.asarray(labels)
     people, person, count = np.unique(labels, return_inverse=True, return_counts=True)
     if len(people) < 2 or count.min() < 2:

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -99,7 +100,8 @@ def roc_figure(
         far, tar, _ = roc(similarity, same)
         ax.step(np.maximum(far, 0.5 / (~same).sum()), tar, where="post", label=name)
     ax.set(xscale="log", xlim=(0.9 / (~same).sum(), 1), ylim=(0, 1.01),
-           xlabel="FAR (share of different pairs accepted)", ylabel="TAR (share of same pairs accepted)")
+           xlabel="FAR (share of different pairs accepted)",
+           ylabel="TAR (share of same pairs accepted)")
     ax.legend(loc="lower right")
     return figure
 
@@ -115,10 +117,11 @@ def error_faces(
     for ax in axes[0]:
         ax.axis("off")
     for ax, pair in zip(axes[0], errors):
-        both = np.concatenate([pixels[i].permute(1, 2, 0).numpy() for i in (pairs.a[pair], pairs.b[pair])], 1)
-        kind, colour = ("rejected: one person", SAME) if pairs.same[pair] else ("accepted: two people", DIFFERENT)
-        ax.imshow(both)
-        ax.set_title(f"{kind}\n{similarity[pair]:.2f}", color=colour, fontsize=9)
+        both = torch.cat([pixels[pairs.a[pair]], pixels[pairs.b[pair]]], dim=2)
+        kind = "rejected: one person" if pairs.same[pair] else "accepted: two people"
+        ax.imshow(both.permute(1, 2, 0).numpy())
+        ax.set_title(f"{kind}\n{similarity[pair]:.2f}", fontsize=9,
+                     color=SAME if pairs.same[pair] else DIFFERENT)
     return figure
 
 # %% ../nbs/50_plots.ipynb #d68b9d3f
@@ -136,8 +139,11 @@ def seed_table(
     rows = {}
     for value in order or sorted(groups):
         group = groups.get(value)
-        cells = {title: _mean_sd(group[column]) if group is not None else "missing" for column, title in columns.items()}
-        rows[value] = {"seeds": 0 if group is None else len(group), **cells}
+        if group is None:
+            rows[value] = {"seeds": 0, **dict.fromkeys(columns.values(), "missing")}
+        else:
+            rows[value] = {"seeds": len(group),
+                           **{title: _mean_sd(group[column]) for column, title in columns.items()}}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(by)
 
 
@@ -149,5 +155,5 @@ def _mean_sd(values: pd.Series) -> str:
 def markdown(table: pd.DataFrame) -> str:
     "The table in Markdown, for README"
     lines = [[table.index.name or "", *map(str, table.columns)], ["---"] * (table.shape[1] + 1)]
-    lines += [[str(name), *map(str, row)] for name, row in zip(table.index, table.itertuples(index=False, name=None))]
+    lines += [[str(name), *map(str, row)] for name, *row in table.itertuples(name=None)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -31,7 +31,9 @@ class Progress(tqdm):
         label: str,
         **options,  # of tqdm
     ):
-        self._handle = display({"text/plain": label}, raw=True, display_id=True) if in_notebook() else None
+        self._handle = None
+        if in_notebook():
+            self._handle = display({"text/plain": label}, raw=True, display_id=True)
         self._log_every = float(os.environ.get("FACENB_LOG_EVERY") or 0)
         self._next_line = time.monotonic() + self._log_every
         self._terminal = self._handle is None and sys.stderr.isatty()

@@ -33,7 +33,7 @@ ROOT = _checkout()
 
 
 def data_dir() -> Path:  # an absolute path; it need not exist yet
-    "The folder of all data: `$DATA_DIR`, or `data/` of the checkout (of the working folder without one)"
+    "The folder of all data: `$DATA_DIR`, or `data/` of the checkout"
     return Path(os.environ.get("DATA_DIR") or ROOT / "data").expanduser().resolve()
 
 # %% ../nbs/00_runs.ipynb #170e6052
@@ -69,10 +69,11 @@ def git_state(
 ) -> dict:  # `commit` (None outside git) and `dirty` (None outside git)
     "Commit of the code and whether notebooks, package or requirements differ from it"
     def git(*words):
-        return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True)
+        return subprocess.run(["git", "-C", root, *words],
+                              capture_output=True, text=True, check=True).stdout.strip()
     try:
-        commit = git("rev-parse", "HEAD").stdout.strip()
-        changed = git("status", "--porcelain", "--", *CODE).stdout.strip()
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--", *CODE)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": bool(changed)}
@@ -103,7 +104,7 @@ def host_facts() -> dict:
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -152,7 +153,8 @@ class Run:
     ) -> dict:  # the record as written
         "Move the prepared files into place and write `record.json` last"
         files = sorted(path for path in self.staging.iterdir() if path.is_file())
-        record = make_record(self.folder.name, self.parameters, metrics, units, counts, seconds, files)
+        record = make_record(self.folder.name, self.parameters,
+                             metrics, units, counts, seconds, files)
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         (self.folder / "record.json").unlink(missing_ok=True)
         for path in files:
@@ -212,11 +214,13 @@ def make_record(name, parameters, metrics, units, counts, seconds, files) -> dic
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": parameters.get("seed"),
         "parameters": parameters,
-        "metrics": {key: None if math.isnan(value) else float(value) for key, value in metrics.items()},
+        "metrics": {key: None if math.isnan(value) else float(value)
+                    for key, value in metrics.items()},
         "units": units,
         "counts": {key: int(value) for key, value in counts.items()},
         "seconds": {key: round(value, 1) for key, value in seconds.items()},
-        "files": {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in files},
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+                  for path in files},
         "git": git_state(),
         "packages": package_versions(),
         "host": host_facts(),
@@ -234,13 +238,14 @@ def read_record(path: Path | str) -> dict:
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not a JSON record ({error}); remove it and run again") from error
+        message = f"{path} is not a JSON record ({error}); remove it and run again"
+        raise ValueError(message) from error
     needed = ["format", "name", "parameters", "metrics", "units", "counts", "seconds", "git"]
     missing = [key for key in needed if key not in record] if isinstance(record, dict) else needed
     if missing:
         raise ValueError(f"{path} is not a record of facenb: it lacks {', '.join(missing)}")
     if record["format"] != 1:
-        raise ValueError(f"{path} has record format {record['format']}; this version reads format 1")
+        raise ValueError(f"{path} has format {record['format']}; this version reads format 1")
     return record
 
 # %% ../nbs/00_runs.ipynb #af7499f8

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -54,20 +54,28 @@ class _Writer:
         self.env.close()
 
 # %% ../nbs/02_store.ipynb #193c5e25
-def _blocks(images: Iterable[tuple[bytes, int]], people: int, size: int):
-    "Group encoded images to values of about `size` bytes; checks each image and label on the way"
-    block, lengths, labels = [], [], []
+def _checked(row: int, image: bytes, label: int, people: int) -> tuple[bytes, int]:
+    if not isinstance(image, (bytes, bytearray, memoryview)) or len(image) == 0:
+        raise StoreError(f"image {row} is empty or not bytes; give the encoded file")
+    if int(label) != label or not 0 <= label < people:
+        raise StoreError(f"image {row} has label {label}; "
+                         f"labels are whole numbers in 0..{people - 1}")
+    return bytes(image), int(label)
+
+
+def _blocks(
+    images: Iterable[tuple[bytes, int]], people: int, size: int
+) -> Iterator[list[tuple[bytes, int]]]:
+    "Checked images and labels, grouped to about `size` bytes"
+    block, length = [], 0
     for row, (image, label) in enumerate(images):
-        if not isinstance(image, (bytes, bytearray, memoryview)) or len(image) == 0:
-            raise StoreError(f"image {row} is empty or not bytes; give the encoded file")
-        if int(label) != label or not 0 <= label < people:
-            raise StoreError(f"image {row} has label {label}; labels are whole numbers in 0..{people - 1}")
-        block.append(bytes(image)), lengths.append(len(image)), labels.append(int(label))
-        if sum(lengths) >= size:
-            yield block, lengths, labels
-            block, lengths, labels = [], [], []
+        block.append(_checked(row, image, label, people))
+        length += len(image)
+        if length >= size:
+            yield block
+            block, length = [], 0
     if block:
-        yield block, lengths, labels
+        yield block
 
 # %% ../nbs/02_store.ipynb #8bcea344
 def write_store(
@@ -85,10 +93,10 @@ def write_store(
     writer = _Writer(partial)
     try:
         lengths, labels, starts = [], [], [0]
-        for number, (values, sizes, owners) in enumerate(_blocks(images, len(people), block)):
-            writer.put(f"block/{number:08d}", b"".join(values))
-            lengths += sizes
-            labels += owners
+        for number, part in enumerate(_blocks(images, len(people), block)):
+            writer.put(f"block/{number:08d}", b"".join(image for image, _ in part))
+            lengths += [len(image) for image, _ in part]
+            labels += [label for _, label in part]
             starts.append(len(labels))
         if not labels:
             raise StoreError(f"no images for {path}; check the source {source}")
@@ -105,6 +113,7 @@ def _finish(writer, labels, lengths, starts, people, source) -> None:
     meta = {
         "format": FORMAT,
         "images": len(labels),
+        "blocks": len(starts) - 1,
         "bytes": int(sum(lengths)),
         "labels_sha256": hashlib.sha256(labels.tobytes()).hexdigest(),
         "people": list(people),
@@ -119,7 +128,7 @@ def _finish(writer, labels, lengths, starts, people, source) -> None:
     writer.flush()
 
 # %% ../nbs/02_store.ipynb #3380e203
-_open: "weakref.WeakValueDictionary[tuple, _Handle]" = weakref.WeakValueDictionary()
+_open = weakref.WeakValueDictionary()  # (process, device, inode): _Handle
 
 
 class _Handle:
@@ -127,13 +136,15 @@ class _Handle:
 
     def __init__(self, path: Path):
         try:
-            self.env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False)
+            self.env = lmdb.open(str(path), subdir=False, readonly=True, lock=False,
+                                 readahead=False)
         except lmdb.Error as error:
             raise StoreError(f"{path} is not a store ({error}); make it again") from error
         self.transaction = self.env.begin(buffers=True)
         used = (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
-        if path.stat().st_size < used:  # reading behind the end of a cut file would kill the process
-            raise StoreError(f"{path} was cut: {path.stat().st_size} of {used} bytes; make it again")
+        size = path.stat().st_size
+        if size < used:  # reading behind the end of a cut file would kill the process
+            raise StoreError(f"{path} was cut: {size} of {used} bytes; make it again")
 
     def close(self) -> None:
         if hasattr(self, "transaction"):
@@ -156,6 +167,44 @@ def _handle(path: Path) -> _Handle:
     return handle
 
 # %% ../nbs/02_store.ipynb #6ce7e005
+class _File:
+    "Values of one LMDB file by key; survives forks and pickling because each process opens it anew"
+
+    def __init__(self, path: Path):
+        self.path, self._process, self._handle = path, None, None
+
+    def get(self, key: str) -> memoryview:
+        if self._process != os.getpid():
+            self._process, self._handle = os.getpid(), _handle(self.path)
+        value = self._handle.transaction.get(key.encode())
+        if value is None:
+            raise StoreError(f"{self.path} has no {key}; make it again")
+        return value
+
+    def array(self, key: str, dtype: str, size: int) -> np.ndarray:
+        value = np.frombuffer(bytes(self.get(key)), dtype)
+        if len(value) != size:
+            raise StoreError(f"{key} in {self.path} has {len(value)} entries, "
+                             f"not {size}; make it again")
+        return value
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "_process": None, "_handle": None}
+
+# %% ../nbs/02_store.ipynb #632c21f1
+def _read_meta(file: _File) -> dict:
+    "The header of a complete store of this format"
+    try:
+        file.get("complete")
+        meta = json.loads(bytes(file.get("meta")))
+    except (StoreError, ValueError) as error:
+        raise StoreError(f"{file.path} is not a complete store ({error}); make it again") from error
+    if meta.get("format") != FORMAT:
+        raise StoreError(f"{file.path} has format {meta.get('format')}, "
+                         f"this version reads {FORMAT}; make it again")
+    return meta
+
+# %% ../nbs/02_store.ipynb #5c423224
 class FaceStore:
     "A store of encoded face images: `len(store)`, `store[i] -> (bytes, label)`, `store.labels`"
 
@@ -166,23 +215,15 @@ class FaceStore:
         self.path = Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(f"no store at {self.path}; prepare the data first")
-        self._process, self._file = None, None
-        self.meta = self._read_meta()
-        self.labels = self._array("labels", "<i4", self.meta["images"])  # (N,) int32
-        self._offsets = self._array("offsets", "<i8", self.meta["images"] + 1)
-        self._starts = self._array("starts", "<i8")
+        self._file = _File(self.path)
+        self.meta = _read_meta(self._file)
+        self.people = self.meta["people"]  # name of each label
+        self.source = self.meta["source"]  # where the images came from and what was counted
+        self.labels = self._file.array("labels", "<i4", self.meta["images"])  # (N,) int32
+        self._offsets = self._file.array("offsets", "<i8", self.meta["images"] + 1)
+        self._starts = self._file.array("starts", "<i8", self.meta["blocks"] + 1)
         if hashlib.sha256(self.labels.tobytes()).hexdigest() != self.meta["labels_sha256"]:
             raise StoreError(f"the labels in {self.path} do not match their hash; make it again")
-
-    @property
-    def people(self) -> list[str]:
-        "Name of each label"
-        return self.meta["people"]
-
-    @property
-    def source(self) -> dict:
-        "Where the images came from and what was counted"
-        return self.meta["source"]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -194,7 +235,10 @@ class FaceStore:
         index = int(index) % len(self)
         block = int(np.searchsorted(self._starts, index, side="right")) - 1
         base, first, end = self._offsets[[self._starts[block], index, index + 1]]
-        return bytes(self._get(f"block/{block:08d}")[first - base:end - base]), int(self.labels[index])
+        image = bytes(self._file.get(f"block/{block:08d}")[first - base:end - base])
+        if len(image) != end - first:
+            raise StoreError(f"image {index} in {self.path} is cut; make it again")
+        return image, int(self.labels[index])
 
     def read(
         self,
@@ -202,33 +246,6 @@ class FaceStore:
     ) -> list[bytes]:
         "Encoded images"
         return [self[index][0] for index in indices]
-
-    def _get(self, key: str) -> memoryview:
-        if self._process != os.getpid():
-            self._process, self._file = os.getpid(), _handle(self.path)
-        value = self._file.transaction.get(key.encode())
-        if value is None:
-            raise StoreError(f"{self.path} has no {key}; make it again")
-        return value
-
-    def _read_meta(self) -> dict:
-        try:
-            self._get("complete")
-            meta = json.loads(bytes(self._get("meta")))
-        except (StoreError, ValueError) as error:
-            raise StoreError(f"{self.path} is not a complete store ({error}); make it again") from error
-        if meta["format"] != FORMAT:
-            raise StoreError(f"{self.path} has format {meta['format']}; this version reads {FORMAT}")
-        return meta
-
-    def _array(self, key: str, dtype: str, size: int | None = None) -> np.ndarray:
-        value = np.frombuffer(bytes(self._get(key)), dtype)
-        if size is not None and len(value) != size:
-            raise StoreError(f"{key} in {self.path} has {len(value)} entries, not {size}; make it again")
-        return value
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_process": None, "_file": None}
 
     def __repr__(self) -> str:
         return f"FaceStore({str(self.path)!r}): {len(self)} images of {len(self.people)} people"
