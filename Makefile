@@ -17,7 +17,9 @@ DATA_DIR ?= $(CURDIR)/data
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 BIN := .venv/bin
+LOCKED := .venv/.locked
 READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUNS ?= $(DATA_DIR)/runs
 RUN = $(RUNS)/$(NAME)
 export DATA_DIR
@@ -25,20 +27,24 @@ export DATA_DIR
 help:
 	@sed -n 's/^# //p' Makefile | head -3
 
-# The environment, complete only when its mark is there; made again when what it is made from changes.
-$(READY): requirements.lock settings.ini setup.py pyproject.toml
+# The environment is complete when its mark is there. A changed lock builds it anew, changed settings only reinstall
+# the package, and an interrupted build starts over.
+$(LOCKED): requirements.lock
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
 	  echo "requirements.lock is made for Python 3.11; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "building .venv (about 6 GB, a few minutes) ..."
 	"$(PYTHON)" -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PIP) --no-deps -r requirements.lock
+	@touch $@
+
+$(READY): $(LOCKED) settings.ini setup.py pyproject.toml
+	$(PIP) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 
 train: $(READY)
 	@mkdir -p "$(RUN)"
-	FACENB_LOG_EVERY=10 $(BIN)/python -m papermill nbs/train.ipynb "$(RUN)/.train.ipynb" -k python3 --log-output --no-progress-bar \
+	@FACENB_LOG_EVERY=10 $(BIN)/python -m papermill nbs/train.ipynb "$(RUN)/.train.ipynb" -k python3 --log-output --no-progress-bar \
 	  -r loss "$(LOSS)" -r data "$(DATA)" -p seed "$(SEED)" -r name "$(NAME)" -r runs "$(RUNS)" $(ARGS) < /dev/null 2>&1 \
 	  | sed -u -E '/^(Executing|Ending) Cell|^(In|Out)put Notebook|^Executing notebook|^<Figure|^$$|IPKernelApp/d'
 	@mv "$(RUN)/.train.ipynb" "$(RUN)/train.ipynb"

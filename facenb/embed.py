@@ -35,20 +35,24 @@ def embed(
     batch_size: int = 256,  # images
 ) -> np.ndarray:  # (N, d) float32 unit norm
     "Embeddings in evaluation mode, on the device of the backbone"
-    device, training = next(backbone.parameters()).device, backbone.training
+    device = next(backbone.parameters()).device
+    training = [module for module in backbone.modules() if module.training]
     backbone.eval()
     rows = []
-    for part in pixels.split(batch_size):
-        faces = normalise(part.to(device))
-        rows.append(backbone(faces) + backbone(faces.flip(3)) if flip else backbone(faces))
-    backbone.train(training)
+    try:
+        for part in pixels.split(batch_size):
+            faces = normalise(part.to(device))
+            rows.append(backbone(faces) + backbone(faces.flip(3)) if flip else backbone(faces))
+    finally:
+        for module in training:
+            module.training = True
     return unit_rows(torch.cat(rows).float().cpu().numpy())
 
 # %% ../nbs/40_embed.ipynb #e520884b
 def similarities(
     embeddings: np.ndarray,  # (N, d) unit norm, one row an image of the pair set
     pairs: PairSet,
-) -> np.ndarray:  # (M,) float32 in -1..1
+) -> np.ndarray:  # (M,) of the embeddings' type, in -1..1 up to rounding
     "Cosine similarity of each pair"
     return np.einsum("md,md->m", embeddings[pairs.a], embeddings[pairs.b])
 
@@ -63,9 +67,10 @@ def pixel_embedding(
 def pca_embedding(
     train: Tensor,  # (N, 3, H, W) uint8, people to learn from
     pixels: Tensor,  # (M, 3, H, W) uint8, people to embed
-    components: int = 50,  # at most min(N, H * W)
+    components: int = 50,  # fewer when there are too few images or pixels
 ) -> np.ndarray:  # (M, components) float64 unit norm
     "Whitened principal components of the training people's pixels (scikit-learn)"
     brightness = [images.double().mean(1).flatten(1).numpy() for images in (train, pixels)]
-    pca = PCA(min(components, len(train)), whiten=True, svd_solver="full").fit(brightness[0])
+    most = min(len(train) - 1, brightness[0].shape[1])  # centring costs one: it would be noise
+    pca = PCA(min(components, most), whiten=True, svd_solver="full").fit(brightness[0])
     return unit_rows(pca.transform(brightness[1]))

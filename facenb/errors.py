@@ -16,7 +16,7 @@ def hardest_errors(
     thresholds: list[float],  # one a fold, in order
     count: int = 6,
 ) -> np.ndarray:  # numbers of at most `count` pairs, false accepts first, hardest first
-    "The wrong decisions furthest beyond their threshold"
+    "Of each kind the wrong decisions furthest beyond their threshold"
     threshold = np.asarray(thresholds)[np.searchsorted(np.unique(fold), fold)]
     beyond = np.where(same, threshold - similarity, similarity - threshold)
     wrong = (similarity >= threshold) != same

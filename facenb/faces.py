@@ -10,7 +10,7 @@ import io
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from .store import FaceStore, StoreError
@@ -22,8 +22,9 @@ def decode(
 ) -> np.ndarray:  # (H, W, 3) uint8, RGB; raises ValueError for bytes that are no image
     "Decode one image to RGB; with `size`, its central square, scaled with bilinear filtering"
     try:
-        image = Image.open(io.BytesIO(encoded)).convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
+        image = _eight_bits(image).convert("RGB")
+    except (OSError, SyntaxError, NotImplementedError, Image.DecompressionBombError) as error:
         raise ValueError(f"not a readable image ({error})") from error
     if size is not None:
         side = min(image.size)
@@ -31,6 +32,15 @@ def decode(
         image = image.crop((left, top, left + side, top + side))
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(image)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    "Sixteen-bit grey scaled to eight; other deep images have no stated range and are refused"
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise OSError(f"pixels of mode {image.mode} have no stated range; save the image with 8 bits")
+    return image
 
 # %% ../nbs/05_faces.ipynb #ca8000f9
 def normalise(
@@ -47,11 +57,11 @@ class FaceDataset(torch.utils.data.Dataset):
         self,
         store: FaceStore,
         size: int,  # side in pixels
-        images=None,  # (N,) numbers of the images to use; None: all
+        images=None,  # (N,) numbers of the images to use, or (len(store),) bool; None: all
         keep: bool = False,  # decode once and remember
     ):
         self.store, self.size = store, size
-        self.images = np.arange(len(store)) if images is None else np.asarray(images)
+        self.images = _numbers(images, len(store))
         self.people, self.labels = np.unique(store.labels[self.images], return_inverse=True)
         self._kept = {} if keep else None
 
@@ -79,3 +89,14 @@ class FaceDataset(torch.utils.data.Dataset):
     def all_pixels(self) -> Tensor:  # (N, 3, size, size) uint8, RGB
         "Every image in order; for sets that fit in memory"
         return torch.stack([self[index][0] for index in range(len(self))])
+
+# %% ../nbs/05_faces.ipynb #0d1cab56
+def _numbers(images, total: int) -> np.ndarray:
+    "Image numbers from numbers, a mask or None"
+    numbers = np.arange(total) if images is None else np.asarray(images)
+    if numbers.dtype == bool and len(numbers) == total:
+        numbers = np.flatnonzero(numbers)
+    if len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
+        raise ValueError(f"images must be image numbers or a mask of {total}, and at least one; "
+                         f"got {len(numbers)} of type {numbers.dtype}")
+    return numbers

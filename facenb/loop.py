@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import torch
 from accelerate import Accelerator
@@ -115,7 +116,7 @@ def fit(
     accelerator: Accelerator,
 ) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats, mean), lr (last), images_per_second
     "Train in place; FloatingPointError when the loss is no longer a number"
-    check_labels(loss, faces)
+    check_labels(loss, faces, sampler)
     prepared = accelerator.prepare(backbone, loss, build_optimizer([backbone, loss], recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
     trainer = Trainer(*prepared, accelerator, generator, recipe.augment)
@@ -124,15 +125,17 @@ def fit(
              for step in range(recipe.epochs * len(sampler))]
     backbone.train(), loss.train()
     history = []
-    with Progress(len(rates), "training") as bar:
-        for epoch in range(recipe.epochs):
-            sampler.set_epoch(epoch)
-            history.append(train_epoch(trainer, loader, epoch, rates[epoch * len(sampler):], bar))
-    for module in prepared[:2]:
-        accelerator.unwrap_model(module, keep_fp32_wrapper=False)
+    try:
+        with Progress(len(rates), "training") as bar:
+            for epoch in range(recipe.epochs):
+                sampler.set_epoch(epoch)
+                history.append(train_epoch(trainer, loader, epoch, rates[epoch * len(sampler):], bar))
+    finally:
+        for module in prepared[:2]:  # accelerate's mixed precision must not outlive training
+            accelerator.unwrap_model(module, keep_fp32_wrapper=False)
     return pd.DataFrame(history)
 
-
+# %% ../nbs/30_loop.ipynb #c4fbf028
 def train_epoch(trainer: Trainer, loader, epoch: int, rates: list[float], bar: Progress) -> dict:
     "One time through the batches; the row of the history"
     start, images, losses = time.perf_counter(), 0, []
@@ -148,9 +151,11 @@ def train_epoch(trainer: Trainer, loader, epoch: int, rates: list[float], bar: P
     return {"epoch": epoch + 1, "loss": mean, "lr": rate,
             "images_per_second": images / (time.perf_counter() - start)}
 
-
-def check_labels(loss: nn.Module, faces: FaceDataset) -> None:
-    "ValueError when a label has no class centre"
+# %% ../nbs/30_loop.ipynb #4fbb21f9
+def check_labels(loss: nn.Module, faces: FaceDataset, sampler: PairSampler) -> None:
+    "ValueError when a label has no class centre or the sampler was made for other images"
+    if not np.array_equal(sampler.labels, faces.labels):
+        raise ValueError("the sampler's labels are not those of the faces: make it from faces.labels")
     for module in loss.modules():
         people = getattr(module, "num_people", None)
         if people is not None and faces.labels.max() >= people:

@@ -32,6 +32,8 @@ def info_nce(
     temperature: float = 0.07,  # tau > 0
 ) -> Tensor:  # mean over the 2P images, in nats
     "Pick the partner out of the 2P - 1 other images; ValueError for an odd or empty batch"
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0")
     if embeddings.ndim != 2 or len(embeddings) == 0 or len(embeddings) % 2:
         raise ValueError(f"info_nce needs rows in pairs, (2P, d); got {tuple(embeddings.shape)}")
     z = full_precision(embeddings)
@@ -44,7 +46,7 @@ def info_nce(
 # %% ../nbs/20_losses.ipynb #eef1c6ac
 def add_margin(
     cosine: Tensor,  # (B,) cosines to the own class centre
-    margin: float,  # m in radians, 0..pi
+    margin: float,  # m in radians, 0..pi/2
 ) -> Tensor:  # (B,) cos(theta + m), continued by cos(theta) - m sin(m) past pi - m
     "The target logit of ArcFace before scaling; finite value and gradient at cosine +-1"
     smallest = torch.finfo(cosine.dtype).eps
@@ -72,9 +74,10 @@ class ArcFace(nn.Module):
         embeddings: Tensor,  # (B, d) of any length
         labels: Tensor,  # (B,) whole numbers in 0..C-1
     ) -> Tensor:  # mean over the batch, in nats
-        if labels.is_floating_point():
-            raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
-        z = unit_norm(embeddings)
+        if labels.is_floating_point() or len(labels) == 0:
+            raise ValueError(f"labels must be whole numbers, at least one; got {tuple(labels.shape)} "
+                             f"of {labels.dtype}")
+        labels, z = labels.long(), unit_norm(embeddings)
         with torch.autocast(z.device.type, enabled=False):
             cosine = z @ unit_norm(self.weight).T
             own = cosine.gather(1, labels[:, None])

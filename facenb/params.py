@@ -8,6 +8,7 @@ __all__ = ['KINDS', 'TRAIN', 'Parameter', 'ParameterError', 'read_parameters']
 # %% ../nbs/29_params.ipynb #0375ca50
 import difflib
 import math
+import re
 from dataclasses import dataclass
 
 from .backbones import BACKBONES
@@ -22,6 +23,7 @@ class Parameter:
     choices: tuple[str, ...] = ()  # all values there are; empty: any
     low: float = -math.inf  # smallest value
     high: float = math.inf  # largest value
+    pattern: str = ".*"  # regular expression of a text
 
     def check(
         self,
@@ -36,14 +38,16 @@ class Parameter:
                                  f"({type(value).__name__}){self._advice(name, value)}")
         if self.choices and value not in self.choices:
             raise ParameterError(f"{name}={value!r}; choose one of {', '.join(self.choices)}")
-        if self.kind is not str and not self.low <= value <= self.high:
+        if self.kind is str and not re.fullmatch(self.pattern, value):
+            raise ParameterError(f"{name}={value!r} must match {self.pattern}")
+        if self.kind is not str and not (self.low <= value <= self.high and math.isfinite(value)):
             raise ParameterError(f"{name}={value} must lie in {self.low:g}..{self.high:g}")
         return value
 
     def _advice(self, name: str, value) -> str:
         if self.kind is str:
             return f"; with papermill: -r {name} {value}"
-        if isinstance(value, str) and "e" in value.lower():
+        if isinstance(value, str) and re.fullmatch(r"[-+.\d]+e[-+\d]+", value, re.I):
             return "; YAML reads 1e-3 as text: write 0.001"
         return ""
 
@@ -60,7 +64,8 @@ def read_parameters(
     known: dict[str, Parameter],
 ) -> dict:  # name to value, in the order of `known`
     "Check all parameters at once; ParameterError lists every mistake and what is possible"
-    mistakes = [] if variables.get("_parameters_read") else _unknown(variables, known)
+    again = isinstance(variables.get("_parameters_read"), frozenset)
+    mistakes = [] if again else _unknown(variables, known)
     values = {}
     for name, parameter in known.items():
         try:
@@ -71,15 +76,17 @@ def read_parameters(
             mistakes.append(str(error))
     if mistakes:
         raise ParameterError("\n".join(mistakes))
-    variables["_parameters_read"] = True
+    variables["_parameters_read"] = frozenset(known)
     return values
 
 
 def _unknown(variables: dict, known: dict) -> list[str]:
     plain = (bool, int, float, str, list, tuple, dict, type(None))
+    jupyter = re.compile(r"In|Out|_|_+|__\w+|_i+|_i?\d+|_[ido]h|_exit_code")
+    own = {"In": list, "Out": dict}  # a number of that name came from papermill
     names = [name for name, value in variables.items()
-             if type(value) in plain and value is not known
-             and not name.startswith("_") and name not in ("In", "Out", *known)]
+             if type(value) in plain and value is not known and name not in known
+             and not (jupyter.fullmatch(name) and type(value) is own.get(name, type(value)))]
     mistakes = []
     for name in names:
         close = difflib.get_close_matches(name, known, n=1)
@@ -94,7 +101,7 @@ TRAIN = {
     "backbone": Parameter(str, tuple(BACKBONES)),
     "image_size": Parameter(int, low=8, high=1024),
     "embedding_dim": Parameter(int, low=2, high=8192),
-    "pairs": Parameter(int, low=1),
+    "pairs": Parameter(int, low=2),
     "epochs": Parameter(int, low=1),
     "lr": Parameter(float, low=0),
     "warmup": Parameter(float, low=0, high=1),
@@ -103,12 +110,12 @@ TRAIN = {
     "augment": Parameter(float, low=0, high=3),
     "temperature": Parameter(float, low=1e-3, high=100),
     "scale": Parameter(float, low=1e-3, high=1000),
-    "margin": Parameter(float, low=0, high=math.pi),
+    "margin": Parameter(float, low=0, high=math.pi / 2),
     "hybrid_weight": Parameter(float, low=0),
     "seed": Parameter(int, low=0, high=2**32 - 1),
     "precision": Parameter(str, ("fp32", "bf16", "fp16")),
     "device": Parameter(str, ("auto", "cpu")),
     "threads": Parameter(int, low=1, high=1024),
-    "name": Parameter(str),
+    "name": Parameter(str, pattern=r"([\w+-][\w.+-]*)?"),
     "runs": Parameter(str),
 }

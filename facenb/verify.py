@@ -19,6 +19,8 @@ def far_threshold(
     far: float,  # largest share that may be accepted, 0..1
 ) -> float:  # accept at this score and above
     "The k-th highest impostor score, or a higher one where a tie would accept more than k"
+    if not 0 <= far <= 1:
+        raise ValueError(f"far={far} must lie in 0..1")
     scores = np.sort(np.asarray(impostors, float))
     accepted = math.floor(len(scores) * far + 1e-9)
     above = np.searchsorted(scores, scores, side="left")  # impostors below each score
@@ -140,6 +142,8 @@ def _checked(similarity, same, fold) -> tuple[np.ndarray, np.ndarray, np.ndarray
     if not similarity.shape == same.shape == fold.shape or similarity.ndim != 1:
         raise ValueError("similarity, same and fold need one entry a pair; got shapes "
                          f"{similarity.shape}, {same.shape}, {fold.shape}")
+    if fold.dtype.kind == "f" and not np.isfinite(fold).all():
+        raise ValueError("fold must be a number for every pair")
     if not np.isin(same, (0, 1)).all():
         raise ValueError("same must be true or false for every pair")
     bad = np.flatnonzero(~np.isfinite(similarity))

@@ -31,6 +31,7 @@ def test_leaves_a_record_with_everything(run):
     assert set(record["units"]) == set(record["metrics"]) and "tar_at_far_0.001" in record["metrics"]
     assert record["metrics"]["pixels_auc"] > 0.8 and record["metrics"]["pca_auc"] > 0.8
     assert record["git"].keys() == {"commit", "dirty"} and record["packages"]["torch"]
+    assert record["parameters"]["device"] in ("cpu", "cuda")
     assert set(record["seconds"]) == {"data", "train", "evaluate", "total"}
     assert {"backbone.safetensors", "embeddings.safetensors", "verification.txt", "roc.png", "errors.png"} <= set(record["files"])
     for name, facts in record["files"].items():
@@ -77,6 +78,9 @@ def test_same_command_same_weights_other_seed_others(tmp_path, loss):
     (["-p", "epochs", "1.5"], "epochs must be a whole number, got 1.5"),
     (["-p", "loss", "triplet"], "choose one of infonce, arcface, hybrid"),
     (["-p", "pairs", "31"], "30 people have two images or more"),
+    (["-p", "_batch_size", "512"], "unknown parameter _batch_size"),
+    (["-p", "hybrid_weight", "inf"], "hybrid_weight=inf must lie in"),
+    (["-p", "name", "../outside"], "name='../outside' must match"),
     (["-p", "precision", "fp16", "-p", "device", "cpu"], "precision=fp16 needs a GPU"),
 ])
 def test_wrong_parameters_stop_the_run(tmp_path, arguments, message):
