@@ -137,7 +137,7 @@ def seed_table(
     for column in columns:
         if runs[column].isna().any():
             raise ValueError(f"no {column} in {sorted(runs[runs[column].isna()].folder)}")
-    for name in runs.columns.intersection([*TRAIN]).difference([by, "seed"]):
+    for name in runs.columns.intersection([*TRAIN]).difference([by, "seed", "name"]):
         mixed = runs.groupby(by)[name].nunique()
         if (mixed > 1).any():
             raise ValueError(f"runs of {mixed[mixed > 1].index.tolist()} differ in {name}, "
