@@ -82,7 +82,7 @@ def read_parameters(
 
 def _unknown(variables: dict, known: dict) -> list[str]:
     plain = (bool, int, float, str, list, tuple, dict, type(None))
-    jupyter = re.compile(r"In|Out|_|_+|__\w+|_i+|_i?\d+|_[ido]h|_exit_code")
+    jupyter = re.compile(r"In|Out|_+|__\w+|_i+|_i?\d+|_[ido]h|_exit_code")
     own = {"In": list, "Out": dict}  # a number of that name came from papermill
     names = [name for name, value in variables.items()
              if type(value) in plain and value is not known and name not in known
