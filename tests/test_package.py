@@ -23,14 +23,14 @@ def cells(path: Path) -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-def module_numbers() -> dict[str, int]:
+def module_numbers() -> dict[str, str]:
     "Number of the notebook that each module is exported from"
     numbers = {}
     for path in NOTEBOOKS:
         source = "".join("".join(cell["source"]) + "\n" for cell in cells(path))
         for name in re.findall(r"^#\| default_exp (\w+)", source, re.M):
             assert name not in numbers, f"two notebooks export {name}: one would overwrite the other"
-            numbers[name] = int(path.name[:2])
+            numbers[name] = path.name.split("_")[0]  # "02" < "02a" < "03"
     return numbers
 
 
