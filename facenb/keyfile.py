@@ -165,6 +165,7 @@ class _Handle:
         except lmdb.Error as error:
             raise KeyFileError(f"{path} cannot be opened ({error}); make it again") from error
         self.transaction = self.env.begin(buffers=True)
+        self.values = {}  # key: what `get` found; a search of the tree costs several microseconds
 
     def close(self) -> None:
         if hasattr(self, "transaction"):
@@ -216,12 +217,17 @@ class KeyFile:
             if not self.path.is_file() or _identity(self.path) != self._identity:
                 raise KeyFileError(f"{self.path} was replaced since it was opened; open it again")
             self._process, self._handle = os.getpid(), _handle(self.path)
+        value = self._handle.values.get(key)
+        return self._find(key) if value is None else value
+
+    def _find(self, key: str) -> memoryview:
         try:
             value = self._handle.transaction.get(key.encode())
         except lmdb.Error as error:
             raise KeyFileError(f"{self.path} is damaged ({error}); make it again") from error
         if value is None:
             raise KeyFileError(f"{self.path} has no {key}; make it again")
+        self._handle.values[key] = value
         return value
 
     def __getstate__(self) -> dict:

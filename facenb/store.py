@@ -193,14 +193,13 @@ class FaceStore:
         offsets = np.frombuffer(self._value("offsets"), "<i8")
         begin, length = offsets[rows], offsets[rows + 1] - offsets[rows]
         checks = np.frombuffer(self._value("checks"), "<u4")[rows]
-        places = (rows, block, begin - offsets[self._starts[block]], length, checks)
-        return [self._image(*place) for place in zip(*(part.tolist() for part in places))]
-
-    def _image(self, row: int, block: int, begin: int, length: int, check: int) -> bytes:
-        image = bytes(self._value(f"block/{block:08d}")[max(begin, 0):begin + length])
-        if zlib.crc32(image) != check or not image:
-            raise StoreError(f"image {row} in {self.path} is damaged; make it again")
-        return image
+        begin -= offsets[self._starts[block]]
+        images = [bytes(self._value(f"block/{number:08d}")[first:end])
+                  for number, first, end in zip(*np.stack([block, begin, begin + length]).tolist())]
+        for row, image, check in zip(rows, images, checks.tolist()):
+            if zlib.crc32(image) != check or not image:
+                raise StoreError(f"image {row} in {self.path} is damaged; make it again")
+        return images
 
     def images_of(
         self,
