@@ -63,6 +63,8 @@ def verification_table(
         **{f"TAR at FAR {far:g}": f"{result.tar[far]:.3f}" for far in (1e-2, 1e-3)},
         "EER": f"{result.eer:.3f}",
         "AUC": f"{result.auc:.3f}",
+        **({f"best threshold, {result.lost} lost pairs as errors": _spread(result.accuracy_best_asked)}
+           if result.lost else {}),
     } for name, result in results.items()}
     always = {"accuracy, best threshold": f"{max(np.mean(same), 1 - np.mean(same)):.3f}"}
     rows[f"always '{'same' if np.mean(same) > 0.5 else 'different'}'"] = always
