@@ -213,12 +213,19 @@ class KeyFile:
         key: str,
     ) -> memoryview:  # of the file itself: copy what must outlive the KeyFile
         "The value; KeyFileError when there is none"
+        return self.get_many([key])[0]
+
+    def get_many(
+        self,
+        keys: list[str],
+    ) -> list[memoryview]:
+        "Values of several keys"
         if self._process != os.getpid():
             if not self.path.is_file() or _identity(self.path) != self._identity:
                 raise KeyFileError(f"{self.path} was replaced since it was opened; open it again")
             self._process, self._handle = os.getpid(), _handle(self.path)
-        value = self._handle.values.get(key)
-        return self._find(key) if value is None else value
+        known = self._handle.values
+        return [known[key] if key in known else self._find(key) for key in keys]
 
     def _find(self, key: str) -> memoryview:
         try:

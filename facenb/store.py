@@ -175,6 +175,7 @@ class FaceStore:
         self._first = self._array("first", "<i8", len(self.people) + 1)
         self._starts = self._array("starts", "<i8", self.meta["blocks"] + 1)
         self._order = None
+        self._names = [f"block/{number:08d}" for number in range(self.meta["blocks"])]
 
     def __len__(self) -> int:
         return self.meta["images"]
@@ -190,12 +191,14 @@ class FaceStore:
         "Encoded images"
         rows = _rows(indices, len(self), self.path)
         block = np.searchsorted(self._starts, rows, side="right") - 1
-        offsets = np.frombuffer(self._value("offsets"), "<i8")
+        offsets, checks = self._values(["offsets", "checks"])
+        offsets = np.frombuffer(offsets, "<i8")
         begin, length = offsets[rows], offsets[rows + 1] - offsets[rows]
-        checks = np.frombuffer(self._value("checks"), "<u4")[rows]
+        checks = np.frombuffer(checks, "<u4")[rows]
         begin -= offsets[self._starts[block]]
-        images = [bytes(self._value(f"block/{number:08d}")[first:end])
-                  for number, first, end in zip(*np.stack([block, begin, begin + length]).tolist())]
+        blocks = self._values([self._names[number] for number in block.tolist()])
+        images = [bytes(value[first:end]) for value, first, end
+                  in zip(blocks, begin.tolist(), (begin + length).tolist())]
         for row, image, check in zip(rows, images, checks.tolist()):
             if zlib.crc32(image) != check or not image:
                 raise StoreError(f"image {row} in {self.path} is damaged; make it again")
@@ -213,6 +216,10 @@ class FaceStore:
             self._order = self._array("order", "<i4", len(self))
         return self._order[begin:end].astype(np.int64)
 
+    def checks(self) -> np.ndarray:  # (N,) uint32
+        "CRC-32 of every image, without reading one"
+        return self._array("checks", "<u4", len(self))
+
     def extra(
         self,
         name: str,  # one of `store.meta["extras"]`
@@ -223,14 +230,14 @@ class FaceStore:
         value = self._checked(f"extra/{name}")
         return json.loads(value) if value[:1] == b"[" else np.load(io.BytesIO(value))
 
-    def _value(self, key: str) -> memoryview:
+    def _values(self, keys: list[str]) -> list[memoryview]:
         try:
-            return self._file.get(key)
+            return self._file.get_many(keys)
         except KeyFileError as error:
             raise StoreError(str(error)) from error
 
     def _checked(self, key: str) -> bytes:
-        value = bytes(self._value(key))
+        value = bytes(self._values([key])[0])
         if hashlib.sha256(value).hexdigest() != self.meta["sha256"].get(key):
             raise StoreError(f"{key} in {self.path} is damaged; make it again")
         return value
