@@ -61,7 +61,13 @@ def pixel_embedding(
     pixels: Tensor,  # (N, 3, H, W) uint8
 ) -> np.ndarray:  # (N, H * W) float64 unit norm
     "Brightness of every pixel"
-    return unit_rows(pixels.double().mean(1).flatten(1).numpy())
+    return unit_rows(_brightness(pixels))
+
+
+def _brightness(pixels: Tensor) -> np.ndarray:
+    "(N, H * W) float64, a few hundred images at a time: colours in float64 are large"
+    parts = pixels.split(256)
+    return np.concatenate([part.double().mean(1).flatten(1).numpy() for part in parts])
 
 
 def pca_embedding(
@@ -70,7 +76,7 @@ def pca_embedding(
     components: int = 50,  # fewer when there are too few images or pixels
 ) -> np.ndarray:  # (M, components) float64 unit norm
     "Whitened principal components of the training people's pixels (scikit-learn)"
-    brightness = [images.double().mean(1).flatten(1).numpy() for images in (train, pixels)]
-    most = min(len(train) - 1, brightness[0].shape[1])  # centring costs one: it would be noise
-    pca = PCA(min(components, most), whiten=True, svd_solver="full").fit(brightness[0])
-    return unit_rows(pca.transform(brightness[1]))
+    brightness = _brightness(train)
+    most = min(len(train) - 1, brightness.shape[1])  # centring costs one: it would be noise
+    pca = PCA(min(components, most), whiten=True, svd_solver="full").fit(brightness)
+    return unit_rows(pca.transform(_brightness(pixels)))

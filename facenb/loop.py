@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .augment import augment
 from .faces import FaceDataset, normalise
+from .loader import FaceLoader
 from .progress import Progress
 from .sampler import PairSampler
 
@@ -114,19 +115,19 @@ def fit(
     sampler: PairSampler,  # over the labels of `faces`
     recipe: Recipe,
     accelerator: Accelerator,
+    workers: int = 0,  # processes that decode images; 0: this one
 ) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats, mean), lr (last), images_per_second
     "Train in place; FloatingPointError when the loss is no longer a number"
     check_labels(loss, faces, sampler)
     prepared = accelerator.prepare(backbone, loss, build_optimizer([backbone, loss], recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
     trainer = Trainer(*prepared, accelerator, generator, recipe.augment)
-    loader = torch.utils.data.DataLoader(faces, batch_sampler=sampler)
     rates = [learning_rate(step, recipe.epochs * len(sampler), recipe.lr, recipe.warmup)
              for step in range(recipe.epochs * len(sampler))]
     backbone.train(), loss.train()
     history = []
     try:
-        with Progress(len(rates), "training") as bar:
+        with FaceLoader(faces, sampler, workers) as loader, Progress(len(rates), "training") as bar:
             for epoch in range(recipe.epochs):
                 sampler.set_epoch(epoch)
                 history.append(train_epoch(trainer, loader, epoch, rates[epoch * len(sampler):], bar))
