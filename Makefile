@@ -13,7 +13,7 @@ DATA ?= demo
 SEED ?= 0
 NAME ?= $(DATA)-$(LOSS)-seed$(SEED)
 ARGS ?=
-DATA_DIR ?= $(CURDIR)/data
+DATA_DIR ?= $(or $(shell sed -n 's/^DATA_DIR=//p' .env 2>/dev/null),$(CURDIR)/data)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 BIN := .venv/bin

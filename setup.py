@@ -31,6 +31,9 @@ setup(
     python_requires=f">={ini['min_python']}",
     packages=["facenb"],
     install_requires=ini["requirements"].split(),
-    extras_require={"dev": ini["dev_requirements"].split()},
-    entry_points={},
+    extras_require={
+        "dev": ini["dev_requirements"].split(),
+        "retinaface": ini["retinaface_requirements"].split(),
+    },
+    entry_points={"console_scripts": [ini["console_scripts"]]},
 )
