@@ -97,7 +97,8 @@ def _unknown(variables: dict, known: dict) -> list[str]:
 # %% ../nbs/29_params.ipynb #5b144829
 TRAIN = {
     "loss": Parameter(str, LOSSES),
-    "data": Parameter(str, tuple(SPLITS)),
+    "data": Parameter(str, pattern="|".join([*SPLITS, "cfp", "ms1m", "(rec|folder|store):.+"])),
+    "verify": Parameter(str, pattern=r"[\w ]*"),
     "backbone": Parameter(str, tuple(BACKBONES)),
     "image_size": Parameter(int, low=8, high=1024),
     "embedding_dim": Parameter(int, low=2, high=8192),
@@ -116,6 +117,7 @@ TRAIN = {
     "precision": Parameter(str, ("fp32", "bf16", "fp16")),
     "device": Parameter(str, ("auto", "cpu")),
     "threads": Parameter(int, low=1, high=1024),
+    "workers": Parameter(int, low=0, high=1024),
     "name": Parameter(str, pattern=r"([\w+-][\w.+-]*)?"),
     "runs": Parameter(str),
 }

@@ -148,6 +148,13 @@ def test_cfp_folder_and_zip_are_one_benchmark(faces, tmp_path):
         assert Image.open(io.BytesIO(crop)).size == (112, 112) and Image.open(io.BytesIO(crop)).mode == "RGB"
 
 
+def test_pairs_are_those_behind_the_golden_similarities(faces, golden):
+    arrays = np.load(golden / "verification.npz")
+    read = [*read_lfw(faces / "lfw.zip").pairs, *read_cfp(faces / "cfp.zip").pairs]
+    for pairs, key in zip(read, ("LFW", "FF", "FP"), strict=True):
+        assert (pairs.same == arrays[f"{key}_same"]).all() and (pairs.fold == arrays[f"{key}_fold"]).all()
+
+
 def test_people_of_cfp_in_lfw(faces):
     lfw, cfp = read_lfw(faces / "lfw.zip"), read_cfp(faces / "cfp.zip")
     common = people_in_common(cfp.people, lfw.people)
