@@ -27,33 +27,37 @@ class StoreError(ValueError):
     "A store that is unfinished, damaged or of another format; the message names the file"
 
 # %% ../nbs/02_store.ipynb #746bb3a4
-def _blocks(images: Iterable, size: int) -> Iterator[tuple[list[bytes], list[int]]]:
-    "Images and labels, grouped to about `size` bytes"
-    block, labels, length = [], [], 0
+def _blocks(images: Iterable, size: int) -> Iterator[tuple[memoryview, list, list, list]]:
+    "About `size` bytes of images, valid until the next block; lengths, labels and CRC-32"
+    buffer = memoryview(bytearray(2 * size))
+    end, lengths, labels, checks = 0, [], [], []
     for image, label in images:
-        block.append(image)
+        begin, end = end, end + len(image)
+        if end > len(buffer):
+            buffer = memoryview(bytearray(buffer[:begin]) + bytearray(2 * len(image)))
+        buffer[begin:end] = image
+        lengths.append(end - begin)
         labels.append(label)
-        length += len(image)
-        if length >= size:
-            yield block, labels
-            block, labels, length = [], [], 0
-    if block:
-        yield block, labels
+        checks.append(zlib.crc32(image))
+        if end >= size:
+            yield buffer[:end], lengths, labels, checks
+            end, lengths, labels, checks = 0, [], [], []
+    if labels:
+        yield buffer[:end], lengths, labels, checks
 
 
-def _columns(row: int, images: list, labels: list, people: int) -> dict[str, np.ndarray]:
-    "Label, length and CRC-32 of the images of one block, which begins with image `row`"
-    lengths = np.array([len(image) for image in images], "<i8")
+def _columns(row: int, lengths: list, labels: list, checks: list, people: int) -> dict:
+    "Arrays for the images of one block, which begins with image `row`"
     values = np.asarray(labels, float)
     bad = (values != np.floor(values)) | (values < 0) | (values >= people)
-    if not lengths.all():
-        raise StoreError(f"image {row + int(np.argmin(lengths))} is empty; give the encoded file")
+    if 0 in lengths:
+        raise StoreError(f"image {row + lengths.index(0)} is empty; give the encoded file")
     if bad.any():
         at = int(np.argmax(bad))
         raise StoreError(f"image {row + at} has label {labels[at]}; "
                          f"labels are whole numbers in 0..{people - 1}")
-    checks = np.array([zlib.crc32(image) for image in images], "<u4")
-    return {"labels": values.astype("<i4"), "lengths": lengths, "checks": checks}
+    return {"labels": values.astype("<i4"), "lengths": np.array(lengths, "<i8"),
+            "checks": np.array(checks, "<u4")}
 
 # %% ../nbs/02_store.ipynb #8bcea344
 def people_index(
@@ -78,10 +82,10 @@ def write_store(
     "Write a store in one pass over `images`; `source` and `extras` are read after the last one"
     parts, starts = [], [0]
     with KeyFileWriter(path) as writer:
-        for number, (encoded, labels) in enumerate(_blocks(images, block)):
-            parts.append(_columns(starts[-1], encoded, labels, len(people)))
-            writer.put(f"block/{number:08d}", b"".join(encoded))
-            starts.append(starts[-1] + len(labels))
+        for number, (encoded, *columns) in enumerate(_blocks(images, block)):
+            parts.append(_columns(starts[-1], *columns, len(people)))
+            writer.put(f"block/{number:08d}", encoded)
+            starts.append(starts[-1] + len(columns[0]))
         if not parts:
             raise StoreError(f"no images for {path}; check the source {source}")
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
