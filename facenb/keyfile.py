@@ -7,7 +7,9 @@ __all__ = ['HEADER', 'LARGE', 'SEAL', 'MARK', 'FLUSH', 'KeyFileError', 'tree_pag
            'KeyFile']
 
 # %% ../nbs/01a_keyfile.ipynb #5ea4012f
+import contextlib
 import fcntl
+import glob
 import mmap
 import os
 import struct
@@ -59,6 +61,7 @@ def write_seal(path: Path, page_size: int) -> None:
     "Append the seal to a finished LMDB file"
     with open(path, "r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            data.madvise(mmap.MADV_RANDOM)  # a page here and there: no reading ahead
             size, pages = len(data), np.fromiter(tree_pages(data, page_size), "<u8")
             checksum = _checksum(data, page_size, pages)
         file.seek(size)
@@ -75,6 +78,7 @@ def check_seal(path: Path) -> None:
         if total < SEAL.size:
             raise KeyFileError(f"{path} is not a finished file ({total} bytes); make it again")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            data.madvise(mmap.MADV_RANDOM)
             mark, page_size, count, size, checksum = SEAL.unpack_from(data, total - SEAL.size)
             if mark != MARK:
                 raise KeyFileError(f"{path} has no seal: unfinished, cut or made by something else; "
@@ -86,19 +90,34 @@ def check_seal(path: Path) -> None:
                 raise KeyFileError(f"{path} is damaged; make it again")
 
 # %% ../nbs/01a_keyfile.ipynb #7b57dbfe
-def _partial(path: Path):
-    "A name of our own to write to, held by a lock; what killed processes left is removed"
-    for left in path.parent.glob(f".{path.name}.*.partial"):
-        with open(left) as file:
-            try:
+def _remove_left(path: Path) -> None:
+    "Remove what killed processes left; what a living one writes is locked"
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        try:
+            with open(left) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-            except BlockingIOError:
-                pass  # another process is writing it
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    lock = open(partial, "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return partial, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass
+
+
+def _locked(path: Path):
+    "A new file, open and locked for as long as it is open"
+    while True:
+        lock = open(path, "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return lock
+        lock.close()  # another process took it for one that was left
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    "LMDB's errors as ours"
+    try:
+        yield
+    except lmdb.Error as error:
+        raise KeyFileError(f"{path} cannot be written ({error}); is the disk full?") from error
 
 # %% ../nbs/01a_keyfile.ipynb #7bed7a63
 FLUSH = 1 << 26  # bytes between two of these
@@ -113,21 +132,19 @@ class KeyFileWriter:
     ):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._partial, self._lock = _partial(self.path)
+        _remove_left(self.path)
         self._map = 1 << 26
-        self._env = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False,
-                              map_size=self._map)
-        self._transaction = self._env.begin(write=True)
         self._total, self._since, self._unsynced = 0, 0, 0  # bytes
 
     def put(self, key: str, value) -> None:  # bytes or a buffer, copied at once
-        "Each key once; lmdb.Error when the disk is full"
+        "Each key once; KeyFileError when the disk is full"
         self._total += len(value) + 4096  # at most one page is lost to rounding
         self._since += len(value)
         self._unsynced += len(value)
-        if self._since > 1 << 24 or 2 * self._total > self._map:
-            self._commit()
-        self._transaction.put(key.encode(), value)
+        with _explained(self.path):
+            if self._since > 1 << 24 or 2 * self._total > self._map:
+                self._commit()
+            self._transaction.put(key.encode(), value)
 
     def _commit(self) -> None:
         self._transaction.commit()
@@ -142,8 +159,9 @@ class KeyFileWriter:
 
     def finish(self) -> Path:
         "Seal the file and give it its name"
-        self._transaction.commit()
-        self._env.sync(True)
+        with _explained(self.path):
+            self._transaction.commit()
+            self._env.sync(True)
         page_size = self._env.stat()["psize"]
         self._env.close()
         write_seal(self._partial, page_size)
@@ -151,12 +169,21 @@ class KeyFileWriter:
         return self.path
 
     def __enter__(self) -> "KeyFileWriter":
+        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        try:
+            self._lock = _locked(self._partial)
+            self._env = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False,
+                                  map_size=self._map)
+            self._transaction = self._env.begin(write=True)
+        except BaseException:  # `with` does not call __exit__ for these
+            self._partial.unlink(missing_ok=True)
+            raise
         return self
 
     def __exit__(self, *error) -> None:
+        self._partial.unlink(missing_ok=True)
         self._transaction.abort()
         self._env.close()
-        self._partial.unlink(missing_ok=True)
         self._lock.close()
 
 # %% ../nbs/01a_keyfile.ipynb #d4df444d

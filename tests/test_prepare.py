@@ -64,6 +64,8 @@ def test_killed_at_ten_random_moments(records, tmp_path):
 
 def test_interrupted_by_the_user(records, tmp_path):
     process = start(records, tmp_path)
+    while not any(path.stat().st_size for path in tmp_path.glob(".*.partial")):
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130 and "begins anew" in said
