@@ -1,6 +1,6 @@
 # make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
 # make test   runs every notebook and the tests
-# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the nine published runs
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the nine published runs;  make speed  times the data path
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
