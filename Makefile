@@ -1,12 +1,12 @@
 # make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
 # make test   runs every notebook and the tests
-# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the nine published runs
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the nine published runs;  make speed  times the data path
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train test lab paper published export
+.PHONY: help train test lab paper speed published export
 
 LOSS ?= infonce
 DATA ?= demo
@@ -60,6 +60,11 @@ paper: $(READY)
 	$(BIN)/python -m nbconvert --to notebook --execute --inplace nbs/5[1-9]_*.ipynb nbs/index.ipynb
 	$(BIN)/nbdev_clean
 	$(BIN)/python tests/test_readme.py
+
+# Times the data path beside the plain approach; not part of paper, because seconds differ from run to run.
+speed: $(READY)
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace nbs/60_speed.ipynb
+	$(BIN)/nbdev_clean --fname nbs/60_speed.ipynb
 
 # The runs behind the published figures; their small records are tracked by git.
 published: $(READY)
