@@ -25,13 +25,13 @@ def _images(
     records: RecordFile, failures: str, check: bool, source: dict, bar: Progress
 ) -> Iterator[tuple[memoryview, int]]:
     "Images and labels of a record file; the report goes to `source` after the last one"
-    labels, report = records.labels.tolist(), records.report
-    for number in range(len(records)):
-        image = records.image(number)
+    report = records.report
+    for number, (image, label) in enumerate(zip(records.images(), records.labels.tolist())):
         reason = check_image(bytes(image)) if check else None
-        bar.update()
+        if number % 1000 == 999:
+            bar.update(1000)
         if reason is None:
-            yield image, labels[number]
+            yield image, label
             continue
         failure = Failure(int(records.keys[number]), int(records.offsets[number]), reason)
         if failures == "raise":

@@ -560,6 +560,12 @@ class RecordFile:
     def __iter__(self) -> Iterator[Record]:
         return (self[index] for index in range(len(self)))
 
+    def images(self) -> Iterator[memoryview | bytes]:
+        "All images one after the other, as `image` gives them"
+        view, ends = memoryview(self._file()), self._starts + self.lengths
+        for index, (start, end) in enumerate(zip(self._starts.tolist(), ends.tolist())):
+            yield self.image(index) if index in self._parts else view[start:end]
+
     def read(
         self,
         indices,  # image numbers, any order
