@@ -13,7 +13,11 @@ DATA ?= demo
 SEED ?= 0
 NAME ?= $(DATA)-$(LOSS)-seed$(SEED)
 ARGS ?=
-DATA_DIR ?= $(or $(shell sed -n 's/^DATA_DIR=//p' .env 2>/dev/null),$(CURDIR)/data)
+# .env is read as facenb.runs does, for the common ways of writing it: quotes, ~, a note behind, a relative folder.
+DATA_DIR ?= $(shell sed -nE "s/^(export )?DATA_DIR=//p" .env 2>/dev/null | sed -E "s/ +\#.*//; s/^[\"']//; s/[\"']$$//; s|^~|$$HOME|; s|^([^/])|$(CURDIR)/\1|")
+ifeq ($(strip $(DATA_DIR)),)
+DATA_DIR := $(CURDIR)/data
+endif
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 BIN := .venv/bin

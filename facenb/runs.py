@@ -39,8 +39,8 @@ def setting(name: str) -> str | None:  # None: not set
 
 
 def data_dir() -> Path:  # an absolute path; it need not exist yet
-    "The folder of all data: `DATA_DIR`, or `data/` of the checkout"
-    return Path(setting("DATA_DIR") or ROOT / "data").expanduser().resolve()
+    "The folder of all data: `DATA_DIR`, below the checkout when relative, or else its `data/`"
+    return (ROOT / Path(setting("DATA_DIR") or "data").expanduser()).resolve()
 
 # %% ../nbs/00_runs.ipynb #170e6052
 PUBLISHED = ROOT / "data" / "runs" / "published"  # records behind the figures and tables

@@ -6,6 +6,8 @@
 __all__ = ['SUFFIXES', 'RecordFaces', 'FolderFaces', 'open_faces']
 
 # %% ../nbs/02b_sources.ipynb #a8318a78
+import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,11 @@ from .records import RecordFile
 from .store import FaceStore, StoreError
 
 # %% ../nbs/02b_sources.ipynb #5ba2aefc
+def _digest(*arrays: np.ndarray) -> str:
+    "What tells one set of images from another in a record of a run"
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+
+
 class RecordFaces:
     "The images of an MXNet record file; damaged records are left out, counted in `source`"
 
@@ -32,6 +39,7 @@ class RecordFaces:
         report = self.records.report.as_dict()
         self.source = {"from": self.path.name, **report}
         del self.source["path"]  # of this machine: not for records
+        self.fingerprint = _digest(self.labels, self.records.lengths, self.records.offsets)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,23 +65,28 @@ class FolderFaces:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no folder {self.path}; it should hold PERSON/IMAGE.jpg")
-        self.people = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())
-        self.files, labels, skipped = [], [], []
+        entries = sorted(self.path.iterdir())
+        people = [entry for entry in entries
+                  if entry.is_dir() and not entry.name.startswith((".", "__MACOSX"))]
+        skipped = [entry for entry in entries if entry not in people]
+        self.people, self.files, labels = [person.name for person in people], [], []
         for label, person in enumerate(self.people):
-            entries = sorted(file for file in (self.path / person).iterdir() if file.is_file())
-            images = [file for file in entries if file.suffix.lower() in SUFFIXES]
-            skipped += [file for file in entries if file.suffix.lower() not in SUFFIXES]
+            entries = sorted((self.path / person).iterdir())
+            images = [file for file in entries
+                      if file.is_file() and file.suffix.lower() in SUFFIXES]
+            skipped += [file for file in entries if file not in images]
             if not images:
                 raise StoreError(f"no images in {self.path / person}; remove the folder or fill it")
             self.files += images
             labels += [label] * len(images)
-        skipped += [entry for entry in sorted(self.path.iterdir()) if not entry.is_dir()]
         if not self.files:
             raise StoreError(f"no people in {self.path}; it should hold PERSON/IMAGE.jpg")
         self.labels = np.array(labels, np.int32)  # (N,)
         self.names = [file.relative_to(self.path).as_posix() for file in self.files]
         self.source = {"from": self.path.name, "images": len(self.files), "failures": [],
                        "skipped": [file.relative_to(self.path).as_posix() for file in skipped]}
+        sizes = [os.path.getsize(file) for file in self.files]
+        self.fingerprint = _digest(np.array(sizes), np.array(self.names))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -82,8 +95,11 @@ class FolderFaces:
         return self.read([range(len(self))[index]])[0], int(self.labels[index])
 
     def read(self, indices) -> list[bytes]:
-        "Encoded images, in the order asked for; StoreError names a file that is empty"
-        images = [self.files[index].read_bytes() for index in indices]
+        "Encoded images, in the order asked for; StoreError names a file that is empty or gone"
+        try:
+            images = [self.files[index].read_bytes() for index in indices]
+        except OSError as error:
+            raise StoreError(f"an image of {self.path} is gone: {error}") from error
         for index, image in zip(indices, images):
             if not image:
                 raise StoreError(f"{self.files[index]} is empty")
@@ -91,13 +107,16 @@ class FolderFaces:
 
 # %% ../nbs/02b_sources.ipynb #81521d05
 def open_faces(
-    source: str,  # rec:PATH, folder:PATH, or the path of a store
+    source: str,  # rec:PATH, folder:PATH, store:PATH, or the path of a store
     failures: str = "raise",  # raise an error for a damaged record | count it
 ):  # FaceStore, RecordFaces or FolderFaces
     "Open what a command line or a parameter names"
     kind, _, path = str(source).partition(":")
+    if kind not in ("rec", "folder", "store"):
+        kind, path = "store", str(source)
+    if not path:
+        raise StoreError(f"{source!r} names no place; write {kind}:PATH")
+    place = Path(path).expanduser()
     if kind == "rec":
-        return RecordFaces(path, failures)
-    if kind == "folder":
-        return FolderFaces(path)
-    return FaceStore(source)
+        return RecordFaces(place, failures)
+    return FolderFaces(place) if kind == "folder" else FaceStore(place)

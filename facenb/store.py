@@ -183,6 +183,7 @@ class FaceStore:
         self.labels = self._array("labels", "<i4", len(self))  # (N,) int32
         self._first = self._array("first", "<i8", len(self.people) + 1)
         self._starts = self._array("starts", "<i8", self.meta["blocks"] + 1)
+        self.fingerprint = hashlib.sha256("".join(self.meta["sha256"].values()).encode()).hexdigest()[:16]
         self._order = None
         self._names = [f"block/{number:08d}" for number in range(self.meta["blocks"])]
 

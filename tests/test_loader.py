@@ -2,6 +2,7 @@
 import hashlib
 import multiprocessing
 import os
+import pickle
 import signal
 import stat
 import time
@@ -30,10 +31,11 @@ def digest(pixels: torch.Tensor) -> str:
 def test_batches_are_identical_under_every_start_method(path, start, opened):
     store = FaceStore(path)
     faces = FaceDataset(store, 16, store.labels < 5)
-    if opened == "before":
-        faces.batch([0])
     batches = np.random.default_rng(0).permutation(50).reshape(5, 10).tolist()
     expected = [digest(faces.batch(batch)) for batch in batches]
+    if opened == "after":  # a copy that no process has opened
+        faces, store = pickle.loads(pickle.dumps(faces)), None
+        assert faces.store._file._handle is None
     with FaceLoader(faces, batches, workers=2, start=start) as loader:
         assert [digest(pixels) for pixels, _ in loader] == expected
         assert [labels.tolist() for _, labels in loader] == [faces.labels[batch].tolist() for batch in batches]

@@ -57,7 +57,7 @@ def everything(path) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-def attack(whole: bytes, expected: str, folder, seeds, results) -> None:
+def attack(whole: bytes, expected: str, folder, seeds, link) -> None:
     "In a process of its own, so that a crash is seen as one"
     signal.alarm(60)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -65,11 +65,11 @@ def attack(whole: bytes, expected: str, folder, seeds, results) -> None:
         path = folder / f"{seed}.lmdb"
         path.write_bytes(mutate(whole, np.random.default_rng(seed)))
         try:
-            results.put((seed, "equal" if everything(path) == expected else "different"))
+            link.send((seed, "equal" if everything(path) == expected else "different"))
         except StoreError:
-            results.put((seed, "refused"))
+            link.send((seed, "refused"))
         except BaseException as error:
-            results.put((seed, repr(error)))
+            link.send((seed, repr(error)))
         path.unlink()
 
 
@@ -77,12 +77,16 @@ def test_mutated_stores(whole, tmp_path):
     (tmp_path / "whole.lmdb").write_bytes(whole)
     fork, outcomes, expected = multiprocessing.get_context("fork"), [], everything(tmp_path / "whole.lmdb")
     for start in range(0, MUTATIONS, EACH):
-        results = fork.SimpleQueue()
+        ours, theirs = fork.Pipe(duplex=False)
         seeds = range(start, start + EACH)
-        child = fork.Process(target=attack, args=(whole, expected, tmp_path, seeds, results))
+        child = fork.Process(target=attack, args=(whole, expected, tmp_path, seeds, theirs))
         child.start()
-        outcomes += [results.get() for _ in seeds if child.is_alive() or not results.empty()]
-        child.join()
+        theirs.close()
+        try:
+            while True:
+                outcomes.append(ours.recv())
+        except EOFError:  # the child has ended, one way or the other
+            child.join()
         assert child.exitcode == 0, f"seed {start + len(outcomes) % EACH}: exit code {child.exitcode}"
     counts = {kind: sum(outcome == kind for _, outcome in outcomes) for _, kind in outcomes}
     assert len(outcomes) == MUTATIONS

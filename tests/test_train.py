@@ -128,3 +128,68 @@ def test_without_output_path_papermill_prints_the_notebook(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["nbformat"] == 4
     assert load_runs(tmp_path).loss.tolist() == ["infonce"]
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory):
+    "The demo faces as a folder, with a note in it, and as a record file with one damaged image"
+    from facenb.demo import demo_store
+    from facenb.records import write_records
+    folder = tmp_path_factory.mktemp("people")
+    store = demo_store(folder / "demo.lmdb")
+    for number, (image, label) in enumerate(store[i] for i in range(len(store))):
+        place = folder / "set" / f"p{label}" / f"{number}.pgm"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(image)
+    (folder / "set" / "p3" / "note.txt").write_text("not a face")
+    images = [as_jpeg(store[i][0]) for i in range(len(store))]
+    write_records(folder / "rec", images, store.labels)
+    write_records(folder / "damaged", [*images[:7], b"\xff\xd8 no image", *images[8:]], store.labels)
+    return folder
+
+
+def as_jpeg(image: bytes) -> bytes:
+    import io
+    from PIL import Image
+    file = io.BytesIO()
+    Image.open(io.BytesIO(image)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind, extra, counts", [
+    ("folder:{}/set", [], {"training_people": 36, "files_skipped": 1, "images_failed": 0}),
+    ("rec:{}/rec", ["-p", "workers", "2"], {"training_people": 36, "training_images": 360}),
+    ("rec:{}/damaged", ["-p", "failures", "count"], {"images_failed": 1}),
+    ("store:{}/demo.lmdb", ["-p", "loss", "arcface"], {"training_people": 36, "overlap_checked": 1}),
+])
+def test_trains_on_any_source(people, tmp_path, kind, extra, counts):
+    done = train(tmp_path, "-r", "data", kind.format(people), "-p", "pairs", "12", *extra)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(next((tmp_path / "runs").glob("*/record.json")).read_text())
+    assert {name: record["counts"][name] for name in counts} == counts
+    assert record["counts"]["pairs_same"] == record["counts"]["pairs_different"] > 0
+    assert str(people) not in json.dumps(record) and record["parameters"]["fingerprint"]
+
+
+def test_other_data_under_the_same_name_is_another_run(people, tmp_path):
+    first = train(tmp_path, "-r", "data", f"rec:{people}/rec", "-p", "pairs", "12", "-p", "name", "mine")
+    assert first.returncode == 0, first.stderr[-2000:]
+    other = train(tmp_path, "-r", "data", f"rec:{people}/damaged", "-p", "pairs", "12", "-p", "name", "mine")
+    assert other.returncode != 0 and "damaged" not in [path.name for path in (tmp_path / "runs").iterdir()]
+
+
+def test_trains_on_cfp_and_leaves_lfw_people_out(tmp_path):
+    data = os.environ.get("FACENB_DATA")
+    if not data:
+        pytest.skip("FACENB_DATA is not set: it names the folder with faces/cfp.zip and faces/lfw.zip")
+    for name in ("cfp", "lfw"):
+        subprocess.run([sys.executable, "-c", "import sys; from facenb.prepare import main; sys.exit(main())", "prepare",
+                        name, "--source", f"{data}/faces/{name}.zip", "--out", str(tmp_path)], check=True, capture_output=True)
+    done = papermill(tmp_path / "out.ipynb", *SHORT, "-p", "data", "cfp", "-p", "verify", "cfp_fp cfp_ff lfw", "-p", "pairs", "100",
+                     "-r", "runs", str(tmp_path / "runs"), capture_output=True, text=True, timeout=300,
+                     env={**os.environ, "DATA_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "runs" / "cfp-infonce-seed0" / "record.json").read_text())
+    counts = record["counts"]
+    assert (counts["training_people"], counts["people_left_out"], counts["overlap_checked"]) == (277, 123, 3)
+    assert counts["pairs_asked"] == 1400 and counts["folds"] == 2 and "lfw_accuracy_best" in record["metrics"]
