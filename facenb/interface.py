@@ -42,12 +42,16 @@ class Loss(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss in nats, and numbers about the batch, detached
         "ValueError for an empty batch, other shapes, or labels that are not whole numbers from 0"
         check_batch(embeddings, labels)
+        self.check(embeddings, labels)
         labels = labels.to(embeddings.device, torch.long, non_blocking=True)
         with torch.autocast(embeddings.device.type, enabled=False):
             z = full_precision(embeddings)
             loss, seen = self.compute(z, labels)
             zeros = (z.detach() == 0).all(dim=-1).sum()
         return loss, {name: torch.as_tensor(value).detach() for name, value in seen.items()} | {"zeros": zeros}
+
+    def check(self, embeddings: Tensor, labels: Tensor) -> None:
+        "ValueError for labels this loss cannot use; called before they travel to a GPU"
 
     def compute(
         self,
