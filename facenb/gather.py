@@ -33,7 +33,8 @@ def all_rows(
     longest = max(counts or [len(x)])
     padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]) if longest > len(x) else x
     gathered = x.new_empty(world * longest, *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+    gather(gathered, padded, group=group)
     if counts is None or min(counts) == longest:
         return gathered
     return torch.cat([part[:n] for part, n in zip(gathered.split(longest), counts)])

@@ -118,7 +118,8 @@ class _InfoNCE(torch.autograd.Function):
         z = all_rows(own, group, counts).contiguous()
         first = sum(counts[:rank]) if counts else rank * len(own)
         rows = slice(first, first + len(own))
-        scale, positive = 1 / float(temperature), _partner_products(own).div_(float(temperature))
+        scale = 1 / float(temperature)
+        positive = _partner_products(own).mul_(scale)
         safe = bool(torch.linalg.vector_norm(z, dim=1).max() ** 2 * scale <= SAFE)
         blocks = _Blocks(z, identities, scale, rows if world > 1 else None, half)
         log_sum, hardest = _log_sums(blocks, safe, hits)
@@ -167,7 +168,8 @@ def info_nce(
 
 
 def _info_nce(z, temperature, identities, group, counts, half, hits) -> tuple[Tensor, Tensor]:
-    check_range("temperature", float(temperature), 0, open_low=True)
+    value = float(temperature.detach() if torch.is_tensor(temperature) else temperature)
+    check_range("temperature", value, 0, open_low=True)
     check_pairs(z, identities)
     z = full_precision(z)
     identities = identities if identities is None else all_rows(identities.to(z.device), group, counts)
@@ -236,7 +238,7 @@ class InfoNCE(PairLoss):
         return loss, seen if self.log_scale is None else {**seen, "temperature": self.temperature}
 
     def extra_repr(self) -> str:
-        return f"temperature={float(self.temperature):g}" + (", learned" if self.log_scale is not None else "")
+        return f"temperature={float(torch.as_tensor(self.temperature).detach()):g}" + (", learned" if self.log_scale is not None else "")
 
 
 def negatives(
