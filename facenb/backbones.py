@@ -60,8 +60,12 @@ class SmallFaceNet(nn.Module):
     def forward(
         self,
         faces: Tensor,  # (B, 3, image_size, image_size) in -1..1, RGB
-    ) -> Tensor:  # (B, embedding_dim), of any length: whoever compares them normalises
-        return self.embedding(self.features(faces))
+        views: tuple[float, ...] = (),  # dropout before the embedding layer, once a view
+    ) -> Tensor:  # (B, embedding_dim) of any length; with views, those of the first stand before the second's
+        features = self.features(faces)
+        if not views:
+            return self.embedding(features)
+        return torch.cat([self.embedding(F.dropout(features, p, self.training)) for p in views])
 
 # %% ../nbs/10_backbones.ipynb #0e6edc91
 BACKBONES = {"small": SmallFaceNet}

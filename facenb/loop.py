@@ -8,6 +8,7 @@ __all__ = ['learning_rate', 'Recipe', 'build_optimizer', 'make_accelerator', 'Tr
 # %% ../nbs/30_loop.ipynb #8939fa55
 import math
 import time
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,9 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from .augment import augment
+from .cache import cached_backward, even_chunks
 from .faces import FaceDataset, normalise
+from .interface import Loss
 from .loader import FaceLoader
 from .progress import Progress
 from .sampler import PairSampler
@@ -48,15 +51,18 @@ class Recipe:
     weight_decay: float = 5e-4
     augment: float = 1.0  # strength, see facenb.augment
     seed: int = 0
+    chunk: int = 0  # images that pass the backbone together, see facenb.cache; 0: the whole batch
 
 
 def build_optimizer(
     modules: list[nn.Module],  # backbone and loss, whose class centres are trained too
     recipe: Recipe,
 ) -> torch.optim.Optimizer:
-    "SGD with momentum, as the published runs"
+    "SGD with momentum, as the published runs; single numbers, such as a learned temperature, do not decay"
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
-    return torch.optim.SGD(parameters, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    groups = [{"params": [p for p in parameters if p.ndim], "weight_decay": recipe.weight_decay},
+              {"params": [p for p in parameters if not p.ndim], "weight_decay": 0.0}]
+    return torch.optim.SGD([group for group in groups if group["params"]], recipe.lr, recipe.momentum)
 
 # %% ../nbs/30_loop.ipynb #66a35a09
 def make_accelerator(
@@ -83,45 +89,59 @@ def make_accelerator(
 class Trainer:
     "What a step of training needs"
     backbone: nn.Module
-    loss: nn.Module  # (embeddings (2P, d), labels (2P,)) -> scalar
+    loss: nn.Module  # (embeddings (2P, d), labels (2P,)) -> loss, numbers about the batch
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
     generator: torch.Generator  # of the augmentation, on the CPU
     strength: float  # of the augmentation
+    views: tuple[float, ...] = ()  # of the loss: dropout before the embedding layer, once a view
+    chunk: int = 0  # images that pass the backbone together; 0: the whole batch
 
     def step(
         self,
         pixels: Tensor,  # (2P, 3, H, W) uint8 RGB, partners in adjacent rows
         labels: Tensor,  # (2P,)
         rate: float,  # learning rate of this step
-    ) -> Tensor:  # the loss before the step, detached
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # the loss before the step and what it saw, detached
         "Forward, backward, update"
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        faces = normalise(pixels.to(self.accelerator.device))
-        with self.accelerator.autocast():
-            embeddings = self.backbone(augment(faces, self.strength, self.generator))
-            value = self.loss(embeddings, labels.to(embeddings.device))
         self.optimizer.zero_grad()
-        self.accelerator.backward(value)
+        pixels, labels = pixels.to(self.accelerator.device), labels.repeat(max(len(self.views), 1))
+        if self.chunk:
+            value, seen = cached_backward(self.backbone, even_chunks(pixels, self.chunk), lambda z: self.loss(z, labels),
+                                          embed=self.embed, generators=[self.generator],
+                                          backward=self.accelerator.backward)
+        else:
+            value, seen = self.loss(self.embed(pixels), labels)
+            self.accelerator.backward(value)
         self.optimizer.step()
-        return value.detach()
+        return value.detach(), seen
+
+    def embed(self, pixels: Tensor) -> Tensor:
+        "Move and light the faces at random, and embed them"
+        with self.accelerator.autocast():
+            faces = augment(normalise(pixels), self.strength, self.generator)
+            return self.backbone(faces, self.views) if self.views else self.backbone(faces)
 
 # %% ../nbs/30_loop.ipynb #0f4959fb
 def fit(
     backbone: nn.Module,
-    loss: nn.Module,  # (embeddings (2P, d), labels (2P,)) -> scalar
+    loss: Loss,
     faces: FaceDataset,
     sampler: PairSampler,  # over the labels of `faces`
     recipe: Recipe,
     accelerator: Accelerator,
     workers: int = 0,  # processes that decode images; 0: this one
-) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats, mean), lr (last), images_per_second
+) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats, mean), lr (last), images_per_second, what the loss saw (means)
     "Train in place; FloatingPointError when the loss is no longer a number"
     check_labels(loss, faces, sampler)
+    if loss.views and recipe.chunk:
+        raise ValueError(f"chunk={recipe.chunk}: {type(loss).__name__} embeds each face {len(loss.views)} times, "
+                         "which chunks would take apart; choose chunk=0")
     prepared = accelerator.prepare(backbone, loss, build_optimizer([backbone, loss], recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
-    trainer = Trainer(*prepared, accelerator, generator, recipe.augment)
+    trainer = Trainer(*prepared, accelerator, generator, recipe.augment, loss.views, recipe.chunk)
     rates = [learning_rate(step, recipe.epochs * len(sampler), recipe.lr, recipe.warmup)
              for step in range(recipe.epochs * len(sampler))]
     backbone.train(), loss.train()
@@ -139,18 +159,23 @@ def fit(
 # %% ../nbs/30_loop.ipynb #c4fbf028
 def train_epoch(trainer: Trainer, loader, epoch: int, rates: list[float], bar: Progress) -> dict:
     "One time through the batches; the row of the history"
-    start, images, losses = time.perf_counter(), 0, []
+    start, images, losses, saw = time.perf_counter(), 0, [], []
     for (pixels, labels), rate in zip(loader, rates):
-        losses.append(trainer.step(pixels, labels, rate))
+        loss, seen = trainer.step(pixels, labels, rate)
+        losses.append(loss), saw.append(seen)
         images += len(pixels)
         bar.update()
     mean = float(torch.stack(losses).mean())
     if not math.isfinite(mean):
         raise FloatingPointError(f"the loss is {mean} in epoch {epoch + 1}; "
                                  f"lower the learning rate ({rate})")
-    bar.set_postfix_str(f"epoch {epoch + 1}, loss {mean:.3f}", refresh=False)
+    seen = {name: float(torch.stack([batch[name].double() for batch in saw]).mean()) for name in saw[0]}
+    if zeros := round(seen.pop("zeros") * len(saw)):
+        warnings.warn(f"{zeros} embeddings of epoch {epoch + 1} are all zeros and learn nothing")
+    shown = "".join(f", {name} {seen[name]:.3g}" for name in ("negatives", "hits") if name in seen)
+    bar.set_postfix_str(f"epoch {epoch + 1}, loss {mean:.3f}{shown}", refresh=False)
     return {"epoch": epoch + 1, "loss": mean, "lr": rate,
-            "images_per_second": images / (time.perf_counter() - start)}
+            "images_per_second": images / (time.perf_counter() - start), **seen}
 
 # %% ../nbs/30_loop.ipynb #4fbb21f9
 def check_labels(loss: nn.Module, faces: FaceDataset, sampler: PairSampler) -> None:
