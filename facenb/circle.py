@@ -16,14 +16,15 @@ from .interface import check_range, register
 # %% ../nbs/23a_circle.ipynb #5a40689f
 @register("circle", family="contrastive", demo={"gamma": 32.0}, source="Sun et al. 2020",
           positives="all other images of the person", negatives="all images of other people",
-          equation=r"\frac{1}{|A|} \sum_{i \in A} \log(1 + \sum_{n \in N(i)} e^{\gamma [s_{in} + m]_+ (s_{in} - m)}"
+          equation=r"\frac{1}{|A|} \sum_{i \in A} \log(1 +"
+                   r" \sum_{n \in N(i)} e^{\gamma [s_{in} + m]_+ (s_{in} - m)}"
                    r" \sum_{p \in P(i)} e^{-\gamma [1 + m - s_{ip}]_+ (s_{ip} - 1 + m)})")
 class Circle(ContrastiveLoss):
     "Cosines of a person above 1 - m, those of two below m, each weighed by what is missing"
 
     def __init__(
         self,
-        gamma: float = 256.0,  # scale
+        gamma: float = 256.0,  # scale of the exponents, above 0
         margin: float = 0.25,  # m, 0..1
     ):
         super().__init__()
@@ -37,7 +38,8 @@ class Circle(ContrastiveLoss):
         push = log_sum(self.gamma * F.relu(fixed + m) * (s - m), negative)
         pull = log_sum(-self.gamma * F.relu(1 + m - fixed) * (s - 1 + m), positive)
         anchors = positive.any(1) & negative.any(1)
-        return mean_where(F.softplus(push + pull), anchors, z), what_anchors_saw(fixed, positive, negative)
+        loss = mean_where(F.softplus(push + pull), anchors, z)
+        return loss, what_anchors_saw(fixed, positive, negative)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, margin={self.margin}"

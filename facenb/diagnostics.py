@@ -24,7 +24,7 @@ def alignment(
     order = labels.argsort()
     z, labels = unit_norm(z)[order], labels[order]
     total, pairs = z.new_zeros(()), 0
-    for step in range(1, len(z)):  # partners stand `step` rows apart, at most as far as a person has images
+    for step in range(1, len(z)):  # pairs that stand `step` rows apart
         same = labels[step:] == labels[:-step]
         if not same.any():
             break

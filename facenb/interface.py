@@ -27,6 +27,7 @@ def unit_norm(
     "Rows divided by their length"
     z = full_precision(z)
     length = z.norm(dim=-1, keepdim=True)
+    length = torch.where(length.isinf(), torch.nan, length)  # squares overflow from 1e19: not a direction of zeros
     return torch.where(length == 0, 0, z / torch.where(length == 0, 1, length))
 
 # %% ../nbs/18_interface.ipynb #f6d7e12e
@@ -47,8 +48,8 @@ class Loss(nn.Module):
         with torch.autocast(embeddings.device.type, enabled=False):
             z = full_precision(embeddings)
             loss, seen = self.compute(z, labels)
-            zeros = (z.detach() == 0).all(dim=-1).sum()
-        return loss, {name: torch.as_tensor(value).detach() for name, value in seen.items()} | {"zeros": zeros}
+            seen = {**seen, "zeros": (z.detach().norm(dim=-1) == 0).sum()}
+        return loss, {name: torch.as_tensor(value).detach() for name, value in seen.items()}
 
     def check(self, embeddings: Tensor, labels: Tensor) -> None:
         "ValueError for labels this loss cannot use; called before they travel to a GPU"

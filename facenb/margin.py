@@ -77,9 +77,11 @@ class MarginHead(Loss):
         "What to report beside the hits"
         return {}
 
-    def compute(self, embeddings: Tensor, labels: Tensor):
+    def check(self, embeddings: Tensor, labels: Tensor) -> None:
         "ValueError naming a label without a centre"
         check_people(labels, self.num_people)
+
+    def compute(self, embeddings: Tensor, labels: Tensor):
         extras = self.extras(embeddings)
         loss, seen = margin_softmax(self.inputs(embeddings), self.weight, labels, self.target,
                                     self.scale, extras, self.sub_centres)
@@ -87,7 +89,7 @@ class MarginHead(Loss):
 
     def extra_repr(self) -> str:
         names = list(inspect.signature(type(self).__init__).parameters)[3:]
-        return ", ".join([f"{self.num_people} people", *(f"{name}={getattr(self, name)}" for name in names)])
+        return ", ".join([f"{self.num_people} people", *(f"{n}={getattr(self, n)}" for n in names)])
 
 # %% ../nbs/21_margin.ipynb #befaf6e8
 @register("softmax", family="margin", equation=r"-\log \mathrm{softmax}_y (w_c \cdot z + b_c)",
@@ -107,12 +109,12 @@ class Softmax(MarginHead):
         return embeddings
 
     def compute(self, embeddings: Tensor, labels: Tensor):
-        check_people(labels, self.num_people)
-        logits = F.linear(self.inputs(embeddings), full_precision(self.weight), full_precision(self.bias))
+        weight, bias = full_precision(self.weight), full_precision(self.bias)
+        logits = F.linear(self.inputs(embeddings), weight, bias)
         hits = (logits.detach().argmax(1) == labels).double().mean()
         return F.cross_entropy(logits, labels), {"hits": hits}
 
-
+# %% ../nbs/21_margin.ipynb #21dcc906
 @register("normface", family="margin", equation=r"-\log \mathrm{softmax}_y (s \cos\theta_c)",
           positives="own class centre", negatives="all other class centres",
           source="Wang et al. 2017", demo={"scale": 16.0})
@@ -152,6 +154,8 @@ def add_margin(
     factor: float = 1.0,  # f above 0
 ) -> Tensor:  # (B,) cos(f theta + m) while f theta + m < pi, then cos(theta) less a drop
     "The own logit of ArcFace before scaling; finite value and gradient at cosine +-1"
+    if not torch.is_tensor(margin) and (margin, factor) == (0, 1):
+        return cosine
     margin = torch.as_tensor(margin, dtype=cosine.dtype)
     last = (math.pi - margin) / factor
     drop = torch.maximum(margin * margin.sin(), 1 + last.cos())
@@ -159,7 +163,9 @@ def add_margin(
     return torch.where(theta < last, (factor * theta + margin).cos(), cosine - drop)
 
 # %% ../nbs/21_margin.ipynb #1286493b
-@register("arcface", family="margin", equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \cos(\theta_y + m)",
+@register("arcface", family="margin",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \cos(\theta_y + m)",
           positives="own class centre", negatives="all other class centres",
           source="Deng et al. 2019", demo={"scale": 16.0, "margin": 0.2})
 class ArcFace(MarginHead):
@@ -187,8 +193,10 @@ class ArcFace(MarginHead):
             return torch.where(own > 0, (angle(own) + self.margin).cos(), own)
         return add_margin(own, self.margin)
 
-
-@register("cosface", family="margin", equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \cos\theta_y - m",
+# %% ../nbs/21_margin.ipynb #011d5514
+@register("cosface", family="margin",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \cos\theta_y - m",
           positives="own class centre", negatives="all other class centres",
           source="Wang et al. 2018", demo={"scale": 16.0, "margin": 0.2})
 class CosFace(MarginHead):
@@ -210,7 +218,8 @@ class CosFace(MarginHead):
 
 # %% ../nbs/21_margin.ipynb #24b69efa
 @register("combined", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \cos(m_1 \theta_y + m_2) - m_3",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \cos(m_1 \theta_y + m_2) - m_3",
           positives="own class centre", negatives="all other class centres",
           source="Deng et al. 2019", demo={"scale": 16.0, "m2": 0.1, "m3": 0.1})
 class CombinedMargin(MarginHead):
@@ -232,8 +241,7 @@ class CombinedMargin(MarginHead):
         self.m1, self.m2, self.m3 = m1, m2, m3
 
     def target(self, own: Tensor) -> Tensor:
-        turned = own if (self.m1, self.m2) == (1, 0) else add_margin(own, self.m2, self.m1)
-        return turned - self.m3
+        return add_margin(own, self.m2, self.m1) - self.m3
 
 # %% ../nbs/21_margin.ipynb #8b3ef7d1
 def psi(
@@ -249,7 +257,7 @@ def psi(
         k = k + (cosine < math.cos(math.pi * edge / times))
     return (1 - 2 * (k % 2)) * now - 2 * k
 
-
+# %% ../nbs/21_margin.ipynb #c11d29ba
 def psi_of_angle(
     theta: Tensor,  # (B,) radians in 0..pi
     times: float,  # m >= 1, any number
@@ -260,7 +268,8 @@ def psi_of_angle(
 
 # %% ../nbs/21_margin.ipynb #3d4ac58a
 @register("sphereface", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (\|z\|\,\phi_c),\ \phi_y = (\lambda\cos\theta_y + \psi_m(\theta_y)) / (1 + \lambda)",
+          equation=r"-\log \mathrm{softmax}_y (\|z\|\,\phi_c),"
+                   r"\ \phi_y = (\lambda\cos\theta_y + \psi_m(\theta_y)) / (1 + \lambda)",
           positives="own class centre", negatives="all other class centres",
           source="Liu et al. 2017", demo={"margin": 2})
 class SphereFace(MarginHead):
@@ -279,7 +288,8 @@ class SphereFace(MarginHead):
         check_whole("margin", margin, 1)
         for name, value in [("ease", ease), ("ease_decay", ease_decay), ("ease_floor", ease_floor)]:
             check_range(name, value, 0)
-        self.margin, self.ease, self.ease_decay, self.ease_floor = int(margin), ease, ease_decay, ease_floor
+        self.margin, self.ease = int(margin), ease
+        self.ease_decay, self.ease_floor = ease_decay, ease_floor
         self.register_buffer("batches", torch.zeros((), dtype=torch.long))
 
     def inputs(self, embeddings: Tensor) -> Tensor:
@@ -289,7 +299,8 @@ class SphereFace(MarginHead):
         "Lengths, and lambda as it stands; in training mode one more batch is counted"
         if self.training:
             self.batches += 1
-        ease = (self.ease / (1 + self.ease_decay * self.batches.double())).clamp(min=self.ease_floor)
+        ease = self.ease / (1 + self.ease_decay * self.batches.double())
+        ease = ease.clamp(min=self.ease_floor)
         return embeddings.norm(dim=1), ease.to(embeddings.dtype).expand(len(embeddings))
 
     def target(self, own: Tensor, length: Tensor, ease: Tensor) -> Tensor:
@@ -301,7 +312,8 @@ class SphereFace(MarginHead):
 
 # %% ../nbs/21_margin.ipynb #6adf4fa6
 @register("sphereface_r", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \psi_m(\theta_y),\ d\phi_y := d\cos\theta_y",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \psi_m(\theta_y),\ d\phi_y := d\cos\theta_y",
           positives="own class centre", negatives="all other class centres",
           source="Liu et al. 2022", demo={"scale": 16.0, "margin": 1.2})
 class SphereFaceR(MarginHead):

@@ -16,7 +16,8 @@ from .margin import MarginHead, add_margin, angle
 
 # %% ../nbs/21a_norms.ipynb #6ee9a954
 @register("adaface", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \cos(\theta_y - m q) - m (1 + q)",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \cos(\theta_y - m q) - m (1 + q)",
           positives="own class centre", negatives="all other class centres",
           source="Kim et al. 2022", demo={"scale": 16.0, "margin": 0.2, "t_alpha": 0.1})
 class AdaFace(MarginHead):
@@ -63,10 +64,12 @@ class AdaFace(MarginHead):
 
 # %% ../nbs/21a_norms.ipynb #49d9fcdc
 @register("magface", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c) + \lambda_g (a / u^2 + 1 / a),\ \phi_y = \cos(\theta_y + m(a)),\ a = \|z\|",
-          positives="own class centre", negatives="all other class centres", source="Meng et al. 2021",
-          demo={"scale": 16.0, "low_margin": 0.1, "high_margin": 0.3, "low_length": 2.0, "high_length": 22.0,
-                "lambda_g": 1.0})
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c) + \lambda_g (a / u^2 + 1 / a),"
+                   r"\ \phi_y = \cos(\theta_y + m(a)),\ a = \|z\|",
+          positives="own class centre", negatives="all other class centres",
+          source="Meng et al. 2021",
+          demo={"scale": 16.0, "low_margin": 0.1, "high_margin": 0.3, "low_length": 2.0,
+                "high_length": 22.0, "lambda_g": 1.0})
 class MagFace(MarginHead):
     "Additive angular margin that grows with the length of the embedding"
 

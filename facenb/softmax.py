@@ -59,13 +59,12 @@ def own_cosines(
     labels: Tensor,  # (b,) as in `Centres`
     centres: Centres,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (b,) cosines; (b, K) their derivative by z . w; (b, K, d) own centres
-    "Largest cosine with the own centres, 0 where another process has them"
-    own = centres.weight.unflatten(0, (-1, centres.sub_centres))[labels.clamp(min=0)]
-    inverse = centres.inverse.unflatten(0, (-1, centres.sub_centres))[labels.clamp(min=0)]
-    inverse = inverse * (labels >= 0)[:, None]
-    cosine = torch.einsum("bkd,bd->bk", own, z) * inverse
+    "Largest cosine with the own centres, 0 where another process has them; float64"
+    own = centres.weight.unflatten(0, (-1, centres.sub_centres))[labels.clamp(min=0)].double()
+    inverse = inverse_lengths(own.flatten(0, 1)).view(len(z), -1) * (labels >= 0)[:, None]
+    cosine = (own * z[:, None].double()).sum(2) * inverse
     best = cosine.amax(1)
-    share = (cosine == best[:, None]).to(z.dtype)  # of equals; nothing is equal to NaN: 0 / 0
+    share = (cosine == best[:, None]).double()  # of equals; nothing is equal to NaN: 0 / 0
     return best, share / share.sum(1, keepdim=True) * inverse, own
 
 
@@ -73,7 +72,7 @@ def add_own_gradient(
     z: Tensor,  # (b, d)
     labels: Tensor,  # (b,) as in `Centres`
     centres: Centres,
-    slope: Tensor,  # (b,) derivative of the loss by the own cosine
+    slope: Tensor,  # (b,) derivative of the loss by the own cosine, float64
     to_z: Tensor | None,  # (b, d) added to; None: not wanted
     to_weight: Tensor | None,  # (C * K, d) added to, before `along_the_sphere`
 ) -> None:
@@ -81,10 +80,10 @@ def add_own_gradient(
     _, share, own = own_cosines(z, labels, centres)
     share = slope[:, None] * share
     if to_z is not None:
-        to_z += torch.einsum("bk,bkd->bd", share, own)
+        to_z += (share[:, :, None] * own).sum(1)
     if to_weight is not None:
         by_class = to_weight.unflatten(0, (-1, centres.sub_centres))
-        by_class.index_add_(0, labels.clamp(min=0), share[:, :, None] * z[:, None])
+        by_class.index_add_(0, labels.clamp(min=0), (share[:, :, None] * z[:, None]).to(z.dtype))
 
 # %% ../nbs/20a_softmax.ipynb #7067b283
 def tile(
@@ -93,7 +92,7 @@ def tile(
     centres: Centres,
     block: tuple[int, int],  # classes
     x: Tensor,  # (b, classes of the block * K), written over
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (b,) each: m, log-sum-exp and largest of the others, own logit
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (b,) m, log-sum-exp (both float64), largest other, own logit
     "Fills `x` with exp(logit - m) / length of the centre, 0 for the own class and all but the best sub-centre"
     rows = slice(block[0] * centres.sub_centres, block[1] * centres.sub_centres)
     inverse = centres.inverse[rows]
@@ -109,11 +108,11 @@ def tile(
     nearest = best.amax(1)
     highest = nearest.clamp(min=torch.finfo(z.dtype).min)  # of a tile with nobody else
     best.sub_(highest[:, None]).exp_()
-    sums = highest + best.sum(1).log()
+    sums = highest.double() + best.sum(1).double().log()
     if centres.sub_centres > 1:
         by_class.mul_(best[:, :, None])
     x.mul_(inverse)
-    return highest, sums, nearest, torch.where(here, own[:, 0], -math.inf)
+    return highest.double(), sums, nearest, torch.where(here, own[:, 0], -math.inf)
 
 # %% ../nbs/20a_softmax.ipynb #e3a3c370
 def tiles(
@@ -134,20 +133,20 @@ def tiles(
 
 def add_chunk(
     z: Tensor,  # (b, d) scaled by s
-    own: Tensor,  # (b,) own logits t
+    own: Tensor,  # (b,) own logits t, float64
     labels: Tensor,  # (b,) as in `Centres`
     centres: Centres,
     space: Tensor,  # room for the tiles
     to_z: Tensor | None,  # (b, d) added to; None: not wanted
     to_weight: Tensor | None,  # (C * K, d) added to, before `along_the_sphere`
-) -> tuple[Tensor, Tensor]:  # (b,) each: log-sum-exp of the others; whether the own centre is nearest
+) -> tuple[Tensor, Tensor]:  # (b,) log-sum-exp of the others, float64; whether the own centre is nearest
     "Some rows against all classes, and what the logits of the others send back"
     wanted = to_z is not None or to_weight is not None
     cut = tiles(space, len(z), centres, centres.keep and wanted)
     seen = [tile(z, labels, centres, block, x) for block, _, x in cut]
     highest, sums, nearest, found = (torch.stack(part) for part in zip(*seen))
     sums, nearest, found = centres.merge(sums.logsumexp(0), nearest.amax(0), found.amax(0))
-    factors = (highest - torch.logaddexp(sums, own)).exp()[:, :, None] / len(centres.labels)
+    factors = ((highest - torch.logaddexp(sums, own)).exp() / len(centres.labels))[:, :, None].to(z.dtype)
     for (block, part, x), factor in zip(cut if wanted else [], factors):
         if not centres.keep:
             tile(z, labels, centres, block, x)
@@ -188,11 +187,12 @@ def own_logits(
     target: Callable[..., Tensor],  # the rule
     extras: tuple[Tensor, ...],  # further inputs of it
     wanted: list[bool],  # whether z, the centres and each of extras want a gradient
-) -> tuple[Tensor, list[Tensor]]:  # (B,) t with a graph that ends in these: own cosines and extras
+) -> tuple[Tensor, list[Tensor]]:  # (B,) t with a graph that ends in these: own cosines and extras, float64
     "The rule applied to the whole batch; ValueError when it does not give a number a face"
     parts = zip(z.split(centres.rows), centres.labels.split(centres.rows))
     cosine = centres.total(torch.cat([own_cosines(*part, centres)[0] for part in parts]))
-    inputs = [x.detach().requires_grad_(need) for x, need in zip((cosine, *extras), [any(wanted), *wanted[2:]])]
+    inputs = [x.detach().double().requires_grad_(need)
+              for x, need in zip((cosine, *extras), [any(wanted), *wanted[2:]])]
     with torch.set_grad_enabled(any(wanted)):
         logits = centres.scale * target(*inputs)
     if logits.shape != cosine.shape:
@@ -225,7 +225,8 @@ def loss_and_gradients(
     if to_weight is not None:
         along_the_sphere(to_weight, centres)
     by_extras = iter(by_extras)
-    return loss, hits.double().mean(), [to_z, to_weight, *(next(by_extras) if w else None for w in wanted[2:])]
+    by_extras = [next(by_extras).to(x.dtype) if need else None for x, need in zip(extras, wanted[2:])]
+    return loss.to(z.dtype), hits.double().mean(), [to_z, to_weight, *by_extras]
 
 # %% ../nbs/20a_softmax.ipynb #b5d1ab94
 class _Softmax(torch.autograd.Function):
@@ -285,7 +286,7 @@ def margin_softmax(
     embeddings: Tensor,  # (B, d) used as they are: unit norm for cosines; half precision is raised
     weight: Tensor,  # (C * sub_centres, d) class centres of any length; centres of a class in adjacent rows
     labels: Tensor,  # (B,) int64 in 0..C-1
-    target: Callable[..., Tensor],  # (own (B,), *extras) -> (B,): the own logit before scaling
+    target: Callable[..., Tensor],  # (own (B,), *extras), all float64 -> (B,): the own logit before scaling
     scale: float,  # s
     extras: tuple[Tensor, ...] = (),  # (B,) each; further inputs of `target`, they get a gradient too
     sub_centres: int = 1,  # K, the best of them counts
@@ -306,8 +307,9 @@ def check_labels(
     labels: Tensor,  # (B,)
     people: int,  # C
 ) -> None:
-    "ValueError that names a label outside 0..C-1 and its row"
-    for label in torch.stack(labels.aminmax()).tolist():
-        if not 0 <= label < people:
-            row = int((labels == label).nonzero()[0])
-            raise ValueError(f"label {label} has no class centre: there are {people} (row {row} of the batch)")
+    "ValueError that names the first label outside 0..C-1 and its row"
+    wrong = ((labels < 0) | (labels >= people)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"label {int(labels[row])} in row {row} has no class centre: there are {people}, "
+                         f"for labels 0 to {people - 1}")

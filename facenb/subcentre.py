@@ -16,11 +16,12 @@ from .margin import MarginHead, add_margin
 
 # %% ../nbs/21b_subcentre.ipynb #3bb99337
 @register("subcentre", family="margin",
-          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),\ \phi_y = \cos(\theta_y + m),\ \cos\theta_c = \max_k \cos\theta_{c,k}",
+          equation=r"-\log \mathrm{softmax}_y (s\,\phi_c),"
+                   r"\ \phi_y = \cos(\theta_y + m),\ \cos\theta_c = \max_k \cos\theta_{c,k}",
           positives="nearest of the own class centres", negatives="nearest centre of every other person",
           source="Deng et al. 2020", demo={"scale": 16.0, "margin": 0.2, "sub_centres": 2})
 class SubCentreArcFace(MarginHead):
-    "Additive angular margin to the nearest of a person's centres; rows K y to K y + K - 1 of `weight`"
+    "Additive angular margin to the nearest of a person's centres, K adjacent rows of `weight`"
 
     def __init__(
         self,

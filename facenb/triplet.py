@@ -28,11 +28,11 @@ def active_triplets(
     near, other = distance.masked_fill(~positive, -far), distance.masked_fill(~negative, far)
     reach, rivals = near + margin, other.sort(1).values
     pull = torch.searchsorted(rivals, reach, out_int32=True)
-    push = len(distance) - torch.searchsorted(reach.sort(1).values, other, right=True, out_int32=True)
-    if semi_hard:
-        pull -= torch.searchsorted(rivals, near, right=True, out_int32=True)
-        push -= len(distance) - torch.searchsorted(near.sort(1).values, other, out_int32=True)
-    return pull - push
+    out = torch.searchsorted(reach.sort(1).values, other, right=True, out_int32=True)
+    if not semi_hard:
+        return pull - (len(distance) - out)
+    pull -= torch.searchsorted(rivals, near, right=True, out_int32=True)
+    return pull - (torch.searchsorted(near.sort(1).values, other, out_int32=True) - out)
 
 # %% ../nbs/23_triplet.ipynb #547dd1e0
 MINING = ("semi-hard", "batch-all", "batch-hard")
@@ -40,7 +40,8 @@ MINING = ("semi-hard", "batch-all", "batch-hard")
 
 @register("triplet", family="contrastive", source="Schroff et al. 2015; Hermans et al. 2017",
           positives="all other images of the person (batch-hard: the farthest)",
-          negatives="other people just beyond the positive (batch-all: nearer than margin; batch-hard: the nearest)",
+          negatives="other people a little farther than the positive"
+                    " (batch-all: all not yet a margin farther; batch-hard: the nearest)",
           equation=r"\frac{1}{T} \sum_{(a, p, n)} [|z_a - z_p|^2 - |z_a - z_n|^2 + m]_+")
 class Triplet(ContrastiveLoss):
     "Squared distance to a positive at least a margin below that to a negative"
@@ -64,7 +65,8 @@ class Triplet(ContrastiveLoss):
 
     def every(self, distance: Tensor, positive: Tensor, negative: Tensor, z: Tensor):
         "Mean over the active triplets, and their share among all"
-        times = active_triplets(distance, positive, negative, self.margin, self.mining == "semi-hard")
+        semi_hard = self.mining == "semi-hard"
+        times = active_triplets(distance, positive, negative, self.margin, semi_hard)
         active = times.clamp(min=0).sum(dtype=torch.float64)
         total = (times * distance).sum(dtype=torch.float64) + self.margin * active
         possible = (positive.sum(1) * negative.sum(1)).sum().clamp(min=1)
