@@ -217,11 +217,12 @@ class InfoNCE(PairLoss):
         self,
         temperature: float = 0.07,  # tau, at the start when it is learned
         learn_temperature: bool = False,
+        mask: bool = True,  # a person's images in other pairs are no negatives; False: they are, as in published code
         half: bool = False,  # products of bfloat16 numbers, summed in float32
     ):
         super().__init__()
         check_range("temperature", temperature, 1 / LARGEST_SCALE if learn_temperature else 1e-6)
-        self.fixed, self.half = temperature, half
+        self.fixed, self.mask, self.half = temperature, mask, half
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learn_temperature else None
 
     @property
@@ -232,9 +233,10 @@ class InfoNCE(PairLoss):
     def compute(self, embeddings: Tensor, labels: Tensor):
         if self.log_scale is not None:
             self.log_scale.data.clamp_(0, math.log(LARGEST_SCALE))
-        z = self.prepare(embeddings)
-        loss, hits = _info_nce(z, self.temperature, labels, self.group, self.counts, self.half, True)
-        seen = {"hits": hits, "negatives": negatives(all_rows(labels, self.group, self.counts))}
+        z, identities = self.prepare(embeddings), labels if self.mask else None
+        loss, hits = _info_nce(z, self.temperature, identities, self.group, self.counts, self.half, True)
+        everyone = all_rows(labels, self.group, self.counts)
+        seen = {"hits": hits, "negatives": negatives(everyone) if self.mask else len(everyone) - 2.0}
         return loss, seen if self.log_scale is None else {**seen, "temperature": self.temperature}
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .gather import all_rows, gather_rows, ranks
 from .interface import Loss, check_range
+from .margin import MarginHead
 from .softmax import Centres, check_labels, chunking, fused_softmax, inverse_lengths
 
 # %% ../nbs/21c_sharded.ipynb #ec293074
@@ -78,11 +79,11 @@ class ShardedHead(Loss):
 
     def __init__(
         self,
-        head: Loss,  # a margin head with all centres; becomes part of this and keeps those of this rank only
+        head: MarginHead,  # a margin head with all centres; it is taken over and keeps those of this rank
         group: dist.ProcessGroup | None = None,  # None: this process alone
         sample_rate: float = 1.0,  # part of a rank's people that a training step compares with, above 0
         seed: int = 0,  # of the draw
-        counts: list[int] | None = None,  # faces of every rank, when they differ; may be set before each step
+        counts: list[int] | None = None,  # faces of every rank, if they differ; may be set before each step
         chunk_rows: int | None = None,  # as in `margin_softmax`
     ):
         super().__init__()
@@ -92,8 +93,8 @@ class ShardedHead(Loss):
             raise ValueError(f"num_people={head.num_people} are too few for {world} ranks")
         self.first, self.last = shard(head.num_people, rank, world)
         rows = slice(self.first * head.sub_centres, self.last * head.sub_centres)
-        if len(list(head.parameters())) > 1:
-            raise ValueError(f"{type(head).__name__} learns more than its centres, which cannot be shared out")
+        if len(list(head.parameters())) > 1 or type(head).compute is not MarginHead.compute:
+            raise ValueError(f"{type(head).__name__} learns more than centres, which cannot be shared out")
         head.weight = nn.Parameter(head.weight.detach()[rows].clone())
         self.head, self.group, self.counts, self.chunk_rows = head, group, counts, chunk_rows
         self.sample_rate, self.seed = sample_rate, seed
