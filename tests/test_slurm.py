@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from conftest import ROOT, SHORT
-from facenb.params import TRAIN
+from facenb.params import train_parameters
 from facenb.runs import load_runs
 
 FILES = sorted((ROOT / "slurm").glob("*.yaml"))
@@ -17,8 +17,8 @@ def test_parameter_file_names_and_types(path):
     text = path.read_text()
     assert all(word in text for word in ("Reproduces", "Time", f"Command: sbatch slurm/train.sbatch slurm/{path.name}"))
     for name, value in yaml.safe_load(text).items():
-        assert name in TRAIN, f"{path.name} names {name}, which nbs/train.ipynb does not know"
-        TRAIN[name].check(name, value)
+        assert name in train_parameters(), f"{path.name} names {name}, which nbs/train.ipynb does not know"
+        train_parameters()[name].check(name, value)
 
 
 def test_batch_script_runs_a_parameter_file(tmp_path):

@@ -7,10 +7,17 @@ import sys
 import time
 
 import nbformat
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from conftest import ROOT, SHORT, papermill, train
+from facenb.backbones import build_backbone
+from facenb.loop import Recipe, fit, make_accelerator
+from facenb.registry import LOSSES, build_loss, loss_settings
 from facenb.runs import file_hash, load_runs
+from facenb.sampler import PairSampler
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +83,15 @@ def test_same_command_same_weights_other_seed_others(tmp_path, loss):
     (["-p", "learning_rate", "0.1"], "possible: loss, data, verify, failures, backbone"),
     (["-p", "lr", "abc"], "lr must be a number, got 'abc'"),
     (["-p", "epochs", "1.5"], "epochs must be a whole number, got 1.5"),
-    (["-p", "loss", "triplet"], "choose one of infonce, arcface, hybrid"),
+    (["-p", "loss", "tripplet"], "choose one of coreface, hybrid"),
+    (["-p", "loss", "infonce+arcface"], "must join a margin loss"),
+    (["-p", "loss", "arcface", "-p", "temperature", "0.1"], "arcface has no temperature; its settings: scale, margin"),
+    (["-p", "loss", "triplet", "-p", "mining", "hardest"], "semi-hard"),
+    (["-p", "loss", "arcface", "-p", "easy_margin", "true"], "easy_margin must be True or False"),
+    (["-p", "loss", "coreface", "-p", "chunk", "20"], "choose chunk=0"),
     (["-p", "pairs", "31"], "30 people have two images or more"),
     (["-p", "_batch_size", "512"], "unknown parameter _batch_size"),
-    (["-p", "hybrid_weight", "inf"], "hybrid_weight=inf must lie in"),
+    (["-p", "loss", "hybrid", "-p", "hybrid_weight", "inf"], "hybrid_weight=inf must lie in"),
     (["-p", "name", "../outside"], "name='../outside' must match"),
     (["-p", "precision", "fp16", "-p", "device", "cpu"], "precision=fp16 needs a GPU"),
 ])
@@ -87,6 +99,47 @@ def test_wrong_parameters_stop_the_run(tmp_path, arguments, message):
     done = train(tmp_path, *arguments)
     assert done.returncode != 0 and message in done.stderr
     assert not list(tmp_path.rglob("record.json"))
+
+
+@pytest.fixture(scope="module")
+def demo_faces(tmp_path_factory):
+    from facenb.demo import demo_split, demo_store
+    from facenb.faces import FaceDataset
+    store = demo_store(tmp_path_factory.mktemp("demo") / "demo.lmdb")
+    return FaceDataset(store, 24, demo_split(store)[0], keep=True)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, "cosface+supcon", "adaface+triplet"])
+def test_every_loss_trains_on_the_demo_and_the_same_way_twice(demo_faces, loss):
+    def run():
+        accelerator = make_accelerator(0, "cpu", threads=1)
+        network = build_backbone("small", 24, 32)
+        criterion = build_loss(loss, len(demo_faces.people), 32, **loss_settings(loss, demo=True))
+        history = fit(network, criterion, demo_faces, PairSampler(demo_faces.labels, 30, 0), Recipe(3, 0.02), accelerator)
+        return history, torch.cat([p.detach().flatten() for p in (*network.parameters(), *criterion.parameters())])
+    history, weights = run()
+    assert np.isfinite(history.loss).all() and weights.isfinite().all()
+    assert torch.equal(run()[1], weights)
+    if loss != "triplet":  # the mean over those still wrong does not fall when the easy ones drop out
+        assert history.loss.iloc[-1] < history.loss.iloc[0]
+    assert ("negatives" in history) == (LOSSES[loss].family != "margin" if loss in LOSSES else True)
+
+
+@pytest.mark.parametrize("loss, more", [
+    ("coreface", ["-p", "dropout", "0.2"]),
+    ("cosface+triplet", ["-p", "margin", "0.1", "-p", "contrastive_margin", "0.3", "-p", "mining", "batch-hard"]),
+    ("infonce", ["-p", "learn_temperature", "True", "-p", "chunk", "20"]),
+])
+def test_settings_of_a_loss_reach_it_and_its_record(tmp_path, loss, more):
+    done = train(tmp_path, "-p", "loss", loss, *more)
+    assert done.returncode == 0, done.stderr
+    row = load_runs(tmp_path / "runs").iloc[0]
+    given = dict(zip(more[1::3], more[2::3]))
+    assert {key: str(row[key]) for key in given} == given
+    assert row.negatives_per_anchor > 50 if "triplet" not in loss else row.negatives_per_anchor > 0
+    assert set(loss_settings(loss)) <= set(row.index)
+    history = pd.read_csv(tmp_path / "runs" / row.folder / "history.csv")
+    assert {"epoch", "loss", "lr", "negatives"} <= set(history.columns)
 
 
 def test_taken_name_is_refused_and_kept(run):
