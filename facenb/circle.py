@@ -14,7 +14,7 @@ from .gather import ContrastiveLoss
 from .interface import check_range, register
 
 # %% ../nbs/23a_circle.ipynb #5a40689f
-@register("circle", family="contrastive", demo={"gamma": 32.0}, source="Sun et al. 2020",
+@register("circle", family="contrastive", demo={"gamma": 16.0}, source="Sun et al. 2020",
           positives="all other images of the person", negatives="all images of other people",
           equation=r"\frac{1}{|A|} \sum_{i \in A} \log(1 +"
                    r" \sum_{n \in N(i)} e^{\gamma [s_{in} + m]_+ (s_{in} - m)}"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .gather import all_rows, gather_rows
+from .gather import all_rows, gather_rows, rank_share
 from .interface import Loss, check_range, register, unit_norm
 from .losses import negatives
 from .margin import ArcFace
@@ -90,10 +90,12 @@ class CoReFace(Loss):
 
     def compute(self, embeddings: Tensor, labels: Tensor):
         arcface, seen = self.arcface.compute(embeddings, labels)
+        arcface = rank_share(len(embeddings) // 2, self.group, self.counts) * arcface
         first, second = [gather_rows(view, self.group, self.counts) for view in unit_norm(embeddings).chunk(2)]
         labels = all_rows(labels.chunk(2)[0], self.group, self.counts)
         if self.training:
-            self.lead.mul_(0.01).add_(0.99 * lead(first, second, labels))
+            ahead = 0.01 * self.lead + 0.99 * lead(first, second, labels)
+            self.lead.copy_(torch.where(ahead.isfinite(), ahead, self.lead))  # a batch gone wrong leaves no trace
         contrast = view_contrast(first, second, labels, self.arcface.scale, self.lead.clone())
         seen = {**seen, "margin_loss": arcface, "lead": self.lead.clone(), "negatives": negatives(labels)}
         return arcface + self.hybrid_weight * contrast, seen

@@ -9,7 +9,7 @@ __all__ = ['Hybrid', 'ArcFaceInfoNCE']
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .gather import ContrastiveLoss
+from .gather import ContrastiveLoss, rank_share
 from .interface import Loss, check_range, register
 from .losses import InfoNCE
 from .margin import ArcFace, MarginHead
@@ -24,7 +24,7 @@ class Hybrid(Loss):
         self.margin, self.contrastive, self.hybrid_weight = margin, contrastive, hybrid_weight
 
     def gather_over(self, group: ProcessGroup | None, counts: list[int] | None = None) -> "Hybrid":
-        "As `ContrastiveLoss.gather_over`; class centres need no other faces"
+        "As `ContrastiveLoss.gather_over`; each rank's own faces meet its class centres, and the mean over ranks is the loss"
         self.contrastive.gather_over(group, counts)
         return self
 
@@ -34,9 +34,11 @@ class Hybrid(Loss):
 
     def compute(self, embeddings: Tensor, labels: Tensor):
         margin, seen = self.margin.compute(embeddings, labels)
+        margin = rank_share(len(embeddings), self.contrastive.group, self.contrastive.counts) * margin
         contrastive, also = self.contrastive.compute(embeddings, labels)
-        also = {f"pair_{name}" if name in seen else name: value for name, value in also.items()}
-        return margin + self.hybrid_weight * contrastive, {**seen, **also, "margin_loss": margin}
+        also = {f"contrastive_{name}" if name in seen else name: value for name, value in also.items()}
+        parts = {"margin_loss": margin, "contrastive_loss": contrastive}
+        return margin + self.hybrid_weight * contrastive, {**seen, **also, **parts}
 
     def extra_repr(self) -> str:
         return f"hybrid_weight={self.hybrid_weight}"

@@ -81,7 +81,7 @@ def make_accelerator(
     AcceleratorState._reset_state(reset_partial_state=True)  # a living notebook may change its mind
     accelerator = Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
     if accelerator.num_processes > 1:
-        raise ValueError("facenb trains in one process so far: negatives are not gathered yet")
+        raise ValueError("facenb trains in one process so far: its losses gather over ranks, its loop does not yet")
     return accelerator
 
 # %% ../nbs/30_loop.ipynb #e93b07b9
@@ -174,8 +174,10 @@ def train_epoch(trainer: Trainer, loader, epoch: int, rates: list[float], bar: P
         warnings.warn(f"{zeros} embeddings of epoch {epoch + 1} are all zeros and learn nothing")
     shown = "".join(f", {name} {seen[name]:.3g}" for name in ("negatives", "hits") if name in seen)
     bar.set_postfix_str(f"epoch {epoch + 1}, loss {mean:.3f}{shown}", refresh=False)
-    return {"epoch": epoch + 1, "loss": mean, "lr": rate,
-            "images_per_second": images / (time.perf_counter() - start), **seen}
+    row = {"epoch": epoch + 1, "loss": mean, "lr": rate, "images_per_second": images / (time.perf_counter() - start)}
+    if taken := row.keys() & seen.keys():
+        raise ValueError(f"the loss reports {', '.join(sorted(taken))}, which the history has of its own")
+    return row | seen
 
 # %% ../nbs/30_loop.ipynb #4fbb21f9
 def check_labels(loss: nn.Module, faces: FaceDataset, sampler: PairSampler) -> None:

@@ -127,7 +127,7 @@ class _InfoNCE(torch.autograd.Function):
         log_sum, positive, hits = all_rows(torch.stack([log_sum[rows], positive, hits], 1), group, counts).T
         ctx.save_for_backward(z, log_sum, positive, identities)
         ctx.scale, ctx.half, ctx.safe, ctx.rows, ctx.world = scale, half, safe, rows, world
-        ctx.temperature_like = torch.empty_like(temperature) if torch.is_tensor(temperature) else None
+        ctx.like = torch.empty_like(temperature) if torch.is_tensor(temperature) else None
         hits = hits.mean()
         ctx.mark_non_differentiable(hits)
         return F.softplus(log_sum - positive).mean(), hits
@@ -145,7 +145,7 @@ class _InfoNCE(torch.autograd.Function):
         pairs.addcmul_(own.view(pairs.shape).flip(1), pulls[:, None, None], value=-1)
         gradient.mul_(upstream * (ctx.world * scale / len(z)))
         turned = -0.5 * scale * torch.dot(own.reshape(-1), gradient.view(-1))  # Euler: z . dL/dz = -2 tau dL/dtau
-        to_temperature = turned.to(ctx.temperature_like) if ctx.needs_input_grad[1] else None
+        to_temperature = turned.to(ctx.like).reshape(ctx.like.shape) if ctx.needs_input_grad[1] else None
         return gradient, to_temperature, None, None, None, None, None
 
 
@@ -161,18 +161,20 @@ def info_nce(
     *,
     group: dist.ProcessGroup | None = None,  # compare with the rows of all its ranks
     counts: list[int] | None = None,  # rows of every rank, when they differ
-    half: bool = False,  # products of bfloat16 numbers, summed in float32
+    half_products: bool = False,  # of bfloat16 numbers, summed in float32
 ) -> Tensor:  # mean over the rows of all ranks, in nats
     "Pick the partner out of all faces of other people; ValueError for rows that are not in pairs"
-    return _info_nce(embeddings, temperature, identities, group, counts, half, False)[0]
+    check_pairs(embeddings, identities)
+    if identities is not None:
+        identities = all_rows(identities.long().to(embeddings.device), group, counts)
+    return _info_nce(embeddings, temperature, identities, group, counts, half_products, False)[0]
 
 
 def _info_nce(z, temperature, identities, group, counts, half, hits) -> tuple[Tensor, Tensor]:
+    "`identities` are those of all ranks"
     value = float(temperature.detach() if torch.is_tensor(temperature) else temperature)
     check_range("temperature", value, 0, open_low=True)
-    check_pairs(z, identities)
     z = full_precision(z)
-    identities = identities if identities is None else all_rows(identities.to(z.device), group, counts)
     with torch.autocast(z.device.type, enabled=False):
         return _InfoNCE.apply(z, temperature, identities, group, counts, half and z.dtype == torch.float32, hits)
 
@@ -182,12 +184,14 @@ def check_pairs(
     identities: Tensor | None,  # (N,)
 ) -> None:
     "ValueError unless rows 2i and 2i+1 exist and show one person"
-    if embeddings.ndim != 2 or len(embeddings) == 0 or len(embeddings) % 2:
+    if embeddings.ndim != 2 or 0 in embeddings.shape or len(embeddings) % 2 or not embeddings.is_floating_point():
         raise ValueError(f"partners stand in rows 2i and 2i+1, (2P, d); got {tuple(embeddings.shape)}")
     if identities is None:
         return
     if identities.shape != embeddings.shape[:1]:
         raise ValueError(f"{len(embeddings)} rows need as many identities, got {tuple(identities.shape)}")
+    if identities.is_floating_point():
+        raise ValueError(f"identities must be whole numbers, got {identities.dtype}")
     apart = (identities[0::2] != identities[1::2]).nonzero()
     if len(apart):
         row = 2 * int(apart[0])
@@ -218,11 +222,11 @@ class InfoNCE(PairLoss):
         temperature: float = 0.07,  # tau, at the start when it is learned
         learn_temperature: bool = False,
         mask: bool = True,  # a person's images in other pairs are no negatives; False: they are, as in published code
-        half: bool = False,  # products of bfloat16 numbers, summed in float32
+        half_products: bool = False,  # of bfloat16 numbers, summed in float32
     ):
         super().__init__()
-        check_range("temperature", temperature, 1 / LARGEST_SCALE if learn_temperature else 1e-6)
-        self.fixed, self.mask, self.half = temperature, mask, half
+        check_range("temperature", temperature, *((1 / LARGEST_SCALE, 1) if learn_temperature else (1e-6,)))
+        self.fixed, self.mask, self.half_products = temperature, mask, half_products
         self.log_scale = nn.Parameter(torch.tensor(-math.log(temperature))) if learn_temperature else None
 
     @property
@@ -231,16 +235,18 @@ class InfoNCE(PairLoss):
         return self.fixed if self.log_scale is None else torch.exp(-self.log_scale)
 
     def compute(self, embeddings: Tensor, labels: Tensor):
-        if self.log_scale is not None:
+        if self.log_scale is not None and self.training:
             self.log_scale.data.clamp_(0, math.log(LARGEST_SCALE))
-        z, identities = self.prepare(embeddings), labels if self.mask else None
-        loss, hits = _info_nce(z, self.temperature, identities, self.group, self.counts, self.half, True)
-        everyone = all_rows(labels, self.group, self.counts)
-        seen = {"hits": hits, "negatives": negatives(everyone) if self.mask else len(everyone) - 2.0}
+        everyone = all_rows(labels, self.group, self.counts) if self.mask else None
+        loss, hits = _info_nce(self.prepare(embeddings), self.temperature, everyone,
+                               self.group, self.counts, self.half_products, True)
+        rows = sum(self.counts or [len(labels) * ranks(self.group)[1]])
+        seen = {"hits": hits, "negatives": negatives(everyone) if self.mask else rows - 2.0}
         return loss, seen if self.log_scale is None else {**seen, "temperature": self.temperature}
 
     def extra_repr(self) -> str:
-        return f"temperature={float(torch.as_tensor(self.temperature).detach()):g}" + (", learned" if self.log_scale is not None else "")
+        now = f"temperature={float(torch.as_tensor(self.temperature).detach()):g}"
+        return f"{now}, learned={self.log_scale is not None}, mask={self.mask}, half_products={self.half_products}"
 
 
 def negatives(

@@ -260,7 +260,7 @@ def psi_of_angle(
           equation=r"-\log \mathrm{softmax}_y (\|z\|\,\phi_c),"
                    r"\ \phi_y = (\lambda\cos\theta_y + \psi_m(\theta_y)) / (1 + \lambda)",
           positives="own class centre", negatives="all other class centres",
-          source="Liu et al. 2017", demo={"margin": 2})
+          source="Liu et al. 2017")
 class SphereFace(MarginHead):
     "A-softmax: the angle times a whole number, eased in; lengths of embeddings count"
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .contrastive import log_sum, what_anchors_saw
-from .gather import ContrastiveLoss
 from .interface import check_range, register
+from .losses import PairLoss
 
 # %% ../nbs/22a_pairwise.ipynb #5b44de34
 def across_pairs(
@@ -37,7 +37,7 @@ def across_pairs(
           equation=r"-\frac{1}{P} \sum_i \log \frac{\exp(a_i \cdot b_i)}"
                    r"{\exp(a_i \cdot b_i) + \sum_{y_j \ne y_i} \exp(a_i \cdot b_j)}"
                    r" + \frac{\lambda}{P} \sum_i (|a_i|^2 + |b_i|^2)")
-class NPair(ContrastiveLoss):
+class NPair(PairLoss):
     "The partner picked out of the second images, by products of embeddings of any length"
 
     def __init__(
@@ -67,7 +67,7 @@ class NPair(ContrastiveLoss):
           negatives="second images of other people's pairs",
           equation=r"-\frac{1}{P} \sum_i \sum_j \log"
                    r" \frac{1}{1 + \exp(-y_{ij} (t\, a_i \cdot b_j + b))}")
-class SigLIP(ContrastiveLoss):
+class SigLIP(PairLoss):
     "Whether two images show one person, asked for every first and second image"
 
     def __init__(

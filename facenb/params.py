@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from .backbones import BACKBONES
 from .demo import SPLITS
-from .interface import LOSSES
-from .registry import choose_settings, loss_settings
+from .interface import FAMILIES, LOSSES
+from .registry import build_loss, choose_settings, loss_settings
 
 # %% ../nbs/29_params.ipynb #84f9b0db
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _unknown(variables: dict, known: dict) -> list[str]:
 
 # %% ../nbs/29_params.ipynb #5b144829
 TRAIN = {
-    "loss": Parameter(str, pattern=r"[\w+]+"),
+    "loss": Parameter(str),
     "data": Parameter(str, pattern="|".join([*SPLITS, "cfp", "ms1m", "(rec|folder|store):.+"])),
     "verify": Parameter(str, pattern=r"[\w -]*"),
     "failures": Parameter(str, ("raise", "count")),
@@ -115,10 +115,10 @@ TRAIN = {
     "momentum": Parameter(float, low=0, high=0.999),
     "weight_decay": Parameter(float, low=0),
     "augment": Parameter(float, low=0, high=3),
-    "temperature": Parameter(float, low=1e-3, high=100, optional=True),
-    "scale": Parameter(float, low=1e-3, high=1000, optional=True),
-    "margin": Parameter(float, low=0, high=math.pi, optional=True),
-    "hybrid_weight": Parameter(float, low=0, optional=True),
+    "temperature": Parameter(float, optional=True),  # these four: the loss knows what is possible
+    "scale": Parameter(float, optional=True),
+    "margin": Parameter(float, optional=True),
+    "hybrid_weight": Parameter(float, optional=True),
     "seed": Parameter(int, low=0, high=2**32 - 1),
     "precision": Parameter(str, ("fp32", "bf16", "fp16")),
     "device": Parameter(str, ("auto", "cpu")),
@@ -131,11 +131,15 @@ TRAIN = {
 # %% ../nbs/29_params.ipynb #2a094b0c
 def train_parameters() -> dict[str, Parameter]:
     "`TRAIN` and, as optional, every setting of every loss, also under its name in a hybrid"
-    settings = {}
-    for name in LOSSES:
-        for key, value in loss_settings(name).items():
-            settings[key] = settings[f"contrastive_{key}"] = Parameter(type(value), optional=True)
-    return TRAIN | settings | TRAIN
+    kinds = {family: {key: type(value) for name, entry in LOSSES.items() if entry.family == family
+                      for key, value in loss_settings(name).items()} for family in FAMILIES}
+    both = kinds["margin"].keys() & kinds["contrastive"].keys()
+    settings = {key: kind for of in kinds.values() for key, kind in of.items()}
+    settings |= {f"contrastive_{key}": kinds["contrastive"][key] for key in sorted(both)}
+    taken = sorted(key for key in settings if key in TRAIN and not TRAIN[key].optional)
+    if taken:
+        raise ValueError(f"a loss has settings that are parameters of the run: {', '.join(taken)}")
+    return TRAIN | {key: Parameter(kind, optional=True) for key, kind in settings.items()} | TRAIN
 
 
 def read_train(
@@ -147,6 +151,11 @@ def read_train(
     names = [name for name, parameter in known.items() if parameter.optional]
     given = {name: values.pop(name) for name in names}
     try:
-        return values, choose_settings(values["loss"], given, demo=values["data"].startswith("demo"))
+        settings = choose_settings(values["loss"], given, demo=values["data"].startswith("demo"))
+        loss = build_loss(values["loss"], 2, 2, **settings)  # a small one, so that it can complain before data is read
     except ValueError as error:
         raise ParameterError(str(error)) from error
+    if values["chunk"] == 1 or (values["chunk"] and loss.views):
+        raise ParameterError(f"chunk={values['chunk']}: batch normalisation needs two images or more in a chunk, and "
+                             "losses that embed each face twice need the whole batch; choose chunk=0")
+    return values, settings

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from .pairs import PairSet
-from .params import TRAIN
+from .params import train_parameters
 from .verify import Verification, roc
 
 # %% ../nbs/50_plots.ipynb #deef02ae
@@ -139,7 +139,7 @@ def seed_table(
     for column in columns:
         if runs[column].isna().any():
             raise ValueError(f"no {column} in {sorted(runs[runs[column].isna()].folder)}")
-    for name in runs.columns.intersection([*TRAIN]).difference([by, "seed", "name"]):
+    for name in runs.columns.intersection([*train_parameters()]).difference([by, "seed", "name"]):
         mixed = runs.groupby(by)[name].nunique()
         if (mixed > 1).any():
             raise ValueError(f"runs of {mixed[mixed > 1].index.tolist()} differ in {name}, "

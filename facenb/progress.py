@@ -38,7 +38,7 @@ class Progress(tqdm):
         self._next_line = time.monotonic() + self._log_every
         self._terminal = self._handle is None and sys.stderr.isatty()
         shown = self._handle is not None or self._terminal or self._log_every
-        super().__init__(total=total, desc=label, disable=not shown, ncols=100, mininterval=0.5,
+        super().__init__(total=total, desc=label, disable=not shown, ncols=120, mininterval=0.5,
                          file=sys.stderr if self._terminal else io.StringIO(), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

@@ -58,6 +58,10 @@ def choose_settings(
     "Defaults and what was given; ValueError for a setting that the loss does not have"
     defaults = loss_settings(name, demo)
     given = {setting: value for setting, value in given.items() if value is not None}
+    for setting in given.keys() & defaults.keys():
+        kind = float if type(given[setting]) is int and type(defaults[setting]) is float else type(given[setting])
+        if kind is not type(defaults[setting]):
+            raise ValueError(f"{setting}={given[setting]!r} must be a {type(defaults[setting]).__name__}")
     foreign = sorted(given.keys() - defaults.keys())
     if foreign:
         raise ValueError(f"{name} has no {', '.join(foreign)}; its settings: {', '.join(defaults) or 'none'}")
@@ -81,11 +85,15 @@ def build_loss(
     first, second = [part.settings() for part in parts]
     first = {key: settings[key] for key in first}
     second = {key: settings[f"contrastive_{key}" if key in first else key] for key in second}
-    return Hybrid(make(parts[0], first), make(parts[1], second), settings["hybrid_weight"])
+    try:
+        second = make(parts[1], second)
+    except ValueError as error:
+        raise ValueError(f"{name.split('+')[1]} of loss={name!r} (contrastive_... where both have a setting): {error}") from error
+    return Hybrid(make(parts[0], first), second, settings["hybrid_weight"])
 
 # %% ../nbs/27_registry.ipynb #2d093458
 def loss_table() -> pd.DataFrame:  # text, a row a loss
-    "What each loss is: equation in LaTeX, positives, negatives, settings with published defaults, source"
+    "What each loss is: equation in LaTeX, positives, negatives, settings with their defaults, source"
     rows = {name: {
         "family": entry.family,
         "equation": f"${entry.equation}$",

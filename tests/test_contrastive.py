@@ -126,7 +126,7 @@ def test_one_pair(name):
 def test_one_image(name):
     z, labels = batch(pairs=1)
     if name in PAIRED:
-        with pytest.raises(ValueError, match="even number of rows, got 1"):
+        with pytest.raises(ValueError, match="partners stand in rows 2i and 2i"):
             learn(name, z[:1], labels[:1])
     else:
         assert learn(name, z[:1], labels[:1])[0] == 0
@@ -196,7 +196,7 @@ def test_entry_tells_what_a_reader_wants_to_know(name):
     assert entry.family == "contrastive" and not entry.has_centres()
     assert all([entry.equation, entry.positives, entry.negatives, entry.source])
     assert "\n" not in entry.equation and entry.settings()
-    assert all(f"{value:g}" in repr(entry.make(**entry.demo)) for value in entry.demo.values())
+    assert all(str(value).removesuffix(".0") in repr(entry.make(**entry.demo)) for value in entry.demo.values())
 
 
 def test_images_of_a_person_are_no_negatives_anywhere():
