@@ -152,7 +152,7 @@ def read_train(
     given = {name: values.pop(name) for name in names}
     try:
         settings = choose_settings(values["loss"], given, demo=values["data"].startswith("demo"))
-        loss = build_loss(values["loss"], 2, 2, **settings)  # a small one, so that it can complain before data is read
+        loss = build_loss(values["loss"], 2, 2, **settings)  # small, to complain before data is read
     except ValueError as error:
         raise ParameterError(str(error)) from error
     if values["chunk"] == 1 or (values["chunk"] and loss.views):
