@@ -66,7 +66,8 @@ before, start = state(), time.perf_counter()
 {run}
 print(json.dumps([time.perf_counter() - start, *(b - a for a, b in zip(before, state()))]))
 """
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # free memory leaves the heap
+# Memory that is free again leaves the heap.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def fresh(

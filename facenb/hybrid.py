@@ -24,7 +24,7 @@ class Hybrid(Loss):
         self.margin, self.contrastive, self.hybrid_weight = margin, contrastive, hybrid_weight
 
     def gather_over(self, group: ProcessGroup | None, counts: list[int] | None = None) -> "Hybrid":
-        "As `ContrastiveLoss.gather_over`; each rank's own faces meet its class centres, and the mean over ranks is the loss"
+        "As `ContrastiveLoss.gather_over`; class centres meet own faces; the mean over ranks is the loss"
         self.contrastive.gather_over(group, counts)
         return self
 

@@ -28,7 +28,7 @@ def unit_norm(
     "Rows divided by their length"
     z = full_precision(z)
     length = z.norm(dim=-1, keepdim=True)
-    length = torch.where(length.isinf(), torch.nan, length)  # squares overflow from 1e19: not a direction of zeros
+    length = torch.where(length.isinf(), torch.nan, length)  # squares overflow from 1e19
     return torch.where(length == 0, 0, z / torch.where(length == 0, 1, length))
 
 # %% ../nbs/18_interface.ipynb #f6d7e12e
@@ -121,7 +121,8 @@ def _check_entry(name: str, entry: LossEntry) -> None:
     if before is not None and before.make.__qualname__ != entry.make.__qualname__:
         raise ValueError(f"{name} is already the name of {before.make.__qualname__}")
     if not re.fullmatch(r"\w+", name) or entry.family not in FAMILIES:
-        raise ValueError(f"{name!r} must be letters and digits, and its family {entry.family!r} one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{name!r} must be letters and digits, its family {entry.family!r} "
+                         f"one of {', '.join(FAMILIES)}")
     unknown = entry.demo.keys() - entry.settings().keys()
     if unknown:
         raise ValueError(f"{name} has no setting {', '.join(sorted(unknown))}")
@@ -133,8 +134,14 @@ def _check_entry(name: str, entry: LossEntry) -> None:
             raise ValueError(f"{key} of {name} must be a number, a bool or text, the same as in other losses")
 
 
-def check_range(name: str, value: float, low: float, high: float = float("inf"), open_low: bool = False) -> None:
-    "ValueError that names a setting outside low..high (with `open_low`, low itself is outside)"
+def check_range(
+    name: str,
+    value: float,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,  # low itself is outside
+) -> None:
+    "ValueError that names a setting outside low..high, or not finite"
     if not low <= value <= high or (open_low and value == low) or value == float("inf"):
         raise ValueError(f"{name}={value} must be {'above' if open_low else 'at least'} {low:g}"
                          + (f" and at most {high:g}" if high < float("inf") else ""))

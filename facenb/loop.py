@@ -81,7 +81,7 @@ def make_accelerator(
     AcceleratorState._reset_state(reset_partial_state=True)  # a living notebook may change its mind
     accelerator = Accelerator(cpu=cpu, mixed_precision="no" if precision == "fp32" else precision)
     if accelerator.num_processes > 1:
-        raise ValueError("facenb trains in one process so far: its losses gather over ranks, its loop does not yet")
+        raise ValueError("facenb trains in one process so far: losses gather over ranks, this does not yet")
     return accelerator
 
 # %% ../nbs/30_loop.ipynb #e93b07b9
@@ -109,9 +109,9 @@ class Trainer:
         self.optimizer.zero_grad()
         pixels, labels = pixels.to(self.accelerator.device), labels.repeat(max(len(self.views), 1))
         if self.chunk:
-            value, seen = cached_backward(self.backbone, even_chunks(pixels, self.chunk), lambda z: self.loss(z, labels),
-                                          embed=self.embed, generators=[self.generator],
-                                          backward=self.accelerator.backward)
+            value, seen = cached_backward(
+                self.backbone, even_chunks(pixels, self.chunk), lambda z: self.loss(z, labels),
+                embed=self.embed, generators=[self.generator], backward=self.accelerator.backward)
         else:
             value, seen = self.loss(self.embed(pixels), labels)
             self.accelerator.backward(value)
@@ -133,12 +133,12 @@ def fit(
     recipe: Recipe,
     accelerator: Accelerator,
     workers: int = 0,  # processes that decode images; 0: this one
-) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats, mean), lr (last), images_per_second, what the loss saw (means)
+) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats), lr (last), images_per_second, what the loss saw
     "Train in place; FloatingPointError when the loss is no longer a number"
     check_labels(loss, faces, sampler)
     if loss.views and recipe.chunk:
-        raise ValueError(f"chunk={recipe.chunk}: {type(loss).__name__} embeds each face {len(loss.views)} times, "
-                         "which chunks would take apart; choose chunk=0")
+        raise ValueError(f"chunk={recipe.chunk}: {type(loss).__name__} embeds each face {len(loss.views)} "
+                         "times, which chunks would take apart; choose chunk=0")
     prepared = accelerator.prepare(backbone, loss, build_optimizer([backbone, loss], recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
     trainer = Trainer(*prepared, accelerator, generator, recipe.augment, loss.views, recipe.chunk)
@@ -174,7 +174,8 @@ def train_epoch(trainer: Trainer, loader, epoch: int, rates: list[float], bar: P
         warnings.warn(f"{zeros} embeddings of epoch {epoch + 1} are all zeros and learn nothing")
     shown = "".join(f", {name} {seen[name]:.3g}" for name in ("negatives", "hits") if name in seen)
     bar.set_postfix_str(f"epoch {epoch + 1}, loss {mean:.3f}{shown}", refresh=False)
-    row = {"epoch": epoch + 1, "loss": mean, "lr": rate, "images_per_second": images / (time.perf_counter() - start)}
+    row = {"epoch": epoch + 1, "loss": mean, "lr": rate,
+           "images_per_second": images / (time.perf_counter() - start)}
     if taken := row.keys() & seen.keys():
         raise ValueError(f"the loss reports {', '.join(sorted(taken))}, which the history has of its own")
     return row | seen

@@ -156,6 +156,6 @@ def read_train(
     except ValueError as error:
         raise ParameterError(str(error)) from error
     if values["chunk"] == 1 or (values["chunk"] and loss.views):
-        raise ParameterError(f"chunk={values['chunk']}: batch normalisation needs two images or more in a chunk, and "
-                             "losses that embed each face twice need the whole batch; choose chunk=0")
+        raise ParameterError(f"chunk={values['chunk']}: batch normalisation needs two images or more in a "
+                             "chunk, and losses with views of a face need the whole batch; choose chunk=0")
     return values, settings

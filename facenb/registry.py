@@ -28,8 +28,8 @@ def loss_parts(
     names, family = name.split("+"), lambda kind: ", ".join(n for n, e in LOSSES.items() if e.family == kind)
     unknown = [part for part in names if part not in LOSSES]
     if unknown:
-        raise ValueError(f"loss={name!r}: no {unknown[0]!r}; choose one of {family('hybrid')}, {family('margin')}, "
-                         f"{family('contrastive')}, or margin+contrastive such as cosface+supcon")
+        raise ValueError(f"loss={name!r}: no {unknown[0]!r}; choose one of {family('hybrid')}, "
+                         f"{family('margin')}, {family('contrastive')}, or two, such as cosface+supcon")
     parts = [LOSSES[part] for part in names]
     if len(parts) > 1 and [part.family for part in parts] != ["margin", "contrastive"]:
         raise ValueError(f"loss={name!r} must join a margin loss ({family('margin')}) "
@@ -38,7 +38,8 @@ def loss_parts(
 
 
 def _joined(first: dict, second: dict) -> dict:
-    return {**first, **{f"contrastive_{name}" if name in first else name: value for name, value in second.items()}}
+    second = {f"contrastive_{name}" if name in first else name: value for name, value in second.items()}
+    return first | second
 
 
 def loss_settings(
@@ -59,9 +60,9 @@ def choose_settings(
     defaults = loss_settings(name, demo)
     given = {setting: value for setting, value in given.items() if value is not None}
     for setting in given.keys() & defaults.keys():
-        kind = float if type(given[setting]) is int and type(defaults[setting]) is float else type(given[setting])
-        if kind is not type(defaults[setting]):
-            raise ValueError(f"{setting}={given[setting]!r} must be a {type(defaults[setting]).__name__}")
+        kind, wanted = type(given[setting]), type(defaults[setting])
+        if kind is not wanted and (kind, wanted) != (int, float):
+            raise ValueError(f"{setting}={given[setting]!r} must be a {wanted.__name__}")
     foreign = sorted(given.keys() - defaults.keys())
     if foreign:
         raise ValueError(f"{name} has no {', '.join(foreign)}; its settings: {', '.join(defaults) or 'none'}")
@@ -88,7 +89,8 @@ def build_loss(
     try:
         second = make(parts[1], second)
     except ValueError as error:
-        raise ValueError(f"{name.split('+')[1]} of loss={name!r} (contrastive_... where both have a setting): {error}") from error
+        which = f"{name.split('+')[1]} of loss={name!r}, where a setting may be called contrastive_..."
+        raise ValueError(f"{which}: {error}") from error
     return Hybrid(make(parts[0], first), second, settings["hybrid_weight"])
 
 # %% ../nbs/27_registry.ipynb #2d093458

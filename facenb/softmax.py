@@ -72,7 +72,7 @@ def own_cosines(
 def rounded_length(
     z: Tensor,  # (b, d)
 ) -> Tensor:  # (b, 1) float64
-    "Length of rows that have length one but for rounding, 1 for others: near the centre it is all that an angle is"
+    "Length of rows that have length one but for rounding, all of an angle near a centre; 1 for others"
     length = z.double().norm(dim=1, keepdim=True)
     return torch.where((length - 1).abs() < 4 * torch.finfo(z.dtype).eps, length, 1)
 

@@ -38,7 +38,8 @@ def active_triplets(
 MINING = ("semi-hard", "batch-all", "batch-hard")
 
 
-@register("triplet", family="contrastive", source="Schroff et al. 2015; Hermans et al. 2017", demo={"mining": "batch-hard"},
+@register("triplet", family="contrastive", demo={"mining": "batch-hard"},
+          source="Schroff et al. 2015; Hermans et al. 2017",
           positives="all other images of the person (batch-hard: the farthest)",
           negatives="other people a little farther than the positive"
                     " (batch-all: all not yet a margin farther; batch-hard: the nearest)",
