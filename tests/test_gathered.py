@@ -10,7 +10,7 @@ from facenb.contrastive import NTXent, SupCon
 from facenb.coreface import CoReFace
 from facenb.gather import ContrastiveLoss
 from facenb.hybrid import ArcFaceInfoNCE
-from facenb.losses import InfoNCE
+from facenb.losses import InfoNCE, info_nce
 from facenb.pairwise import NPair, SigLIP
 from facenb.triplet import Triplet
 from ranks import run_ranks
@@ -82,9 +82,30 @@ def two_parts(name: str, rows: slice, group=None) -> dict[str, torch.Tensor]:
     return {"loss": value.detach(), "negatives": seen["negatives"].clone(), "lead": seen.get("lead", torch.tensor(0.0))} | gradients
 
 
+def collectives(rank: int, world: int, group) -> torch.Tensor:
+    "How often InfoNCE calls each collective, forward and backward: all-gathers, and others"
+    calls, kept = [], {}
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor",
+                 "reduce_scatter", "broadcast", "all_to_all"):
+        if kept.setdefault(name, getattr(torch.distributed, name, None)) is not None:
+            def counted(*args, _name=name, **more):
+                calls.append(_name)
+                return kept[_name](*args, **more)
+            setattr(torch.distributed, name, counted)
+    size = 48 // world
+    z = F.normalize(faces()[0][rank * size:(rank + 1) * size]).requires_grad_()
+    info_nce(z, group=group).backward()
+    for name, function in kept.items():
+        if function is not None:
+            setattr(torch.distributed, name, function)
+    gathers = sum(name.startswith("all_gather") for name in calls)
+    return torch.tensor([gathers, len(calls) - gathers])
+
+
 def on_a_rank(rank: int, group) -> dict[str, dict[str, torch.Tensor]]:
     "All losses and row counts; gradients are averaged over the ranks, as data parallelism does"
     world, results = torch.distributed.get_world_size(group), {}
+    results["collectives"] = collectives(rank, world, group)
     for counts in ROWS[world]:
         mine = slice(sum(counts[:rank]), sum(counts[:rank + 1]))
         equal = len(set(counts)) == 1
@@ -120,6 +141,11 @@ def test_ranks_learn_what_one_process_would(name, world, counts):
         for key, value in run[f"all {name} {counts}"].items():
             gap = (value - whole[key]).norm()
             assert gap <= 1e-12 * whole[key].norm(), f"{key}: {value}, not {whole[key]}"
+
+
+@pytest.mark.parametrize("world", ROWS)
+def test_info_nce_gathers_twice_and_sends_no_gradient(world):
+    assert [run["collectives"].tolist() for run in ranks_learn(world)] == [[2, 0]] * world
 
 
 @pytest.mark.parametrize("world", ROWS)
