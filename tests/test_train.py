@@ -246,3 +246,10 @@ def test_trains_on_cfp_and_leaves_lfw_people_out(tmp_path):
     counts = record["counts"]
     assert (counts["training_people"], counts["people_left_out"], counts["overlap_checked"]) == (277, 123, 3)
     assert counts["pairs_asked"] == 1400 and counts["folds"] == 2 and "lfw_accuracy_best" in record["metrics"]
+
+
+def test_every_loss_is_named_where_a_user_reads():
+    notebook = nbformat.read(ROOT / "nbs" / "train.ipynb", as_version=4)
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert [name for name in LOSSES if f"`{name}`" not in text] == []
+    assert len(LOSSES) == 19 and "nineteen losses" in (ROOT / "README.md").read_text(encoding="utf-8")
