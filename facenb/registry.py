@@ -25,7 +25,8 @@ def loss_parts(
     name: str,  # a name of LOSSES, or two joined by +
 ) -> list[LossEntry]:  # one, or a margin loss and a contrastive one
     "What is known of a loss; ValueError names what can be chosen"
-    names, family = name.split("+"), lambda kind: ", ".join(n for n, e in LOSSES.items() if e.family == kind)
+    names = name.split("+")
+    family = lambda kind: ", ".join(sorted(n for n in LOSSES if LOSSES[n].family == kind))
     unknown = [part for part in names if part not in LOSSES]
     if unknown:
         raise ValueError(f"loss={name!r}: no {unknown[0]!r}; choose one of {family('hybrid')}, "
