@@ -33,6 +33,7 @@ setup(
     install_requires=ini["requirements"].split(),
     extras_require={
         "dev": ini["dev_requirements"].split(),
+        "onnx": ini["onnx_requirements"].split(),
         "retinaface": ini["retinaface_requirements"].split(),
     },
     entry_points={"console_scripts": [ini["console_scripts"]]},
