@@ -20,10 +20,12 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from .augment import augment
+from .backbones import Backbone, count_parameters
 from .cache import cached_backward, even_chunks
 from .faces import FaceDataset, normalise
 from .interface import Loss
 from .loader import FaceLoader
+from .lora import AdapterWatch
 from .progress import Progress
 from .sampler import PairSampler
 
@@ -94,6 +96,7 @@ class Trainer:
     accelerator: Accelerator
     generator: torch.Generator  # of the augmentation, on the CPU
     strength: float  # of the augmentation
+    watch: AdapterWatch | None = None  # that adapters learn
     views: tuple[float, ...] = ()  # of the loss: dropout before the embedding layer, once a view
     chunk: int = 0  # images that pass the backbone together; 0: the whole batch
 
@@ -109,14 +112,24 @@ class Trainer:
         self.optimizer.zero_grad()
         pixels, labels = pixels.to(self.accelerator.device), labels.repeat(max(len(self.views), 1))
         if self.chunk:
+            order = self.order(len(pixels))
             value, seen = cached_backward(
-                self.backbone, even_chunks(pixels, self.chunk), lambda z: self.loss(z, labels),
+                self.backbone, even_chunks(pixels[order], self.chunk),
+                lambda z: self.loss(z[order.argsort()], labels),
                 embed=self.embed, generators=[self.generator], backward=self.accelerator.backward)
         else:
             value, seen = self.loss(self.embed(pixels), labels)
             self.accelerator.backward(value)
+        if self.watch:
+            self.watch.look()
         self.optimizer.step()
         return value.detach(), seen
+
+    def order(self, images: int) -> Tensor:
+        "Rows as the chunks get them: mixed, because batch statistics tell who shares a chunk"
+        if images <= self.chunk:
+            return torch.arange(images)
+        return torch.randperm(images, generator=self.generator)
 
     def embed(self, pixels: Tensor) -> Tensor:
         "Move and light the faces at random, and embed them"
@@ -126,7 +139,7 @@ class Trainer:
 
 # %% ../nbs/30_loop.ipynb #0f4959fb
 def fit(
-    backbone: nn.Module,
+    backbone: Backbone,
     loss: Loss,
     faces: FaceDataset,
     sampler: PairSampler,  # over the labels of `faces`
@@ -136,12 +149,15 @@ def fit(
 ) -> pd.DataFrame:  # a row an epoch: epoch, loss (nats), lr (last), images_per_second, what the loss saw
     "Train in place; FloatingPointError when the loss is no longer a number"
     check_labels(loss, faces, sampler)
+    if not count_parameters(backbone):
+        raise ValueError(f"nothing of {backbone.name} learns: a frozen backbone is for verification only")
     if loss.views and recipe.chunk:
         raise ValueError(f"chunk={recipe.chunk}: {type(loss).__name__} embeds each face {len(loss.views)} "
                          "times, which chunks would take apart; choose chunk=0")
     prepared = accelerator.prepare(backbone, loss, build_optimizer([backbone, loss], recipe))
     generator = torch.Generator().manual_seed(recipe.seed)
-    trainer = Trainer(*prepared, accelerator, generator, recipe.augment, loss.views, recipe.chunk)
+    watch = AdapterWatch(backbone) if backbone.training_mode == "lora" else None
+    trainer = Trainer(*prepared, accelerator, generator, recipe.augment, watch, loss.views, recipe.chunk)
     rates = [learning_rate(step, recipe.epochs * len(sampler), recipe.lr, recipe.warmup)
              for step in range(recipe.epochs * len(sampler))]
     backbone.train(), loss.train()

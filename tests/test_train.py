@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import ROOT, SHORT, papermill, train
-from facenb.backbones import build_backbone
+from facenb.zoo import build_backbone
 from facenb.loop import Recipe, fit, make_accelerator
 from facenb.registry import LOSSES, build_loss, loss_settings
 from facenb.runs import file_hash, load_runs
@@ -50,7 +50,7 @@ def test_leaves_a_record_with_everything(run):
 def test_weights_and_embeddings_load(run):
     import torch
     from safetensors.torch import load_file
-    from facenb.backbones import build_backbone
+    from facenb.zoo import build_backbone
     folder = run / "runs" / "demo-infonce-seed0"
     build_backbone("small", 24, 16).load_state_dict(load_file(folder / "backbone.safetensors"))
     embeddings = load_file(folder / "embeddings.safetensors")["embeddings"]
