@@ -1,6 +1,6 @@
 # make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
 # make test   runs every notebook and the tests
-# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make speed  times data path and losses
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make speed  times data path, losses and networks (half an hour)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -65,9 +65,9 @@ paper: $(READY)
 	$(BIN)/nbdev_clean
 	$(BIN)/python tests/test_readme.py
 
-# Times the data path and the losses beside the plain approach; not part of paper, because seconds differ from run to run.
+# Measurements with their records: speed of data path, losses and networks, and where a network looks; not part of paper, because they differ from run to run.
 speed: $(READY)
-	for notebook in nbs/60*.ipynb; do \
+	for notebook in nbs/6*.ipynb; do \
 	  $(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=-1 $$notebook; \
 	  $(BIN)/nbdev_clean --fname $$notebook; done
 

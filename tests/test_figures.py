@@ -9,7 +9,7 @@ from conftest import ROOT
 from facenb.registry import LOSSES
 from test_readme import readme
 
-FIGURES = sorted((ROOT / "figures").glob("5*.png"))
+FIGURES = [path for path in sorted((ROOT / "figures").glob("5*.png")) if path.stem != "53_backbones"]  # test_inside
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda path: path.name)
