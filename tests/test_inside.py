@@ -123,7 +123,7 @@ def record_of(name):
 
 
 def test_the_figure_of_all_backbones_is_its_record():
-    from facenb.backbones import BACKBONES
+    from facenb.zoo import BACKBONES  # all notebooks of networks are imported there
     rows, record = pd.read_csv(ROOT / "figures" / "53_backbones.csv", index_col=0), record_of("speed-backbones")
     assert set(rows.index) == set(BACKBONES) and not record["git"]["dirty"] and (ROOT / "figures" / "53_backbones.png").exists()
     for name, row in rows.iterrows():
