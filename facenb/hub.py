@@ -171,12 +171,14 @@ def _verification(record: dict) -> str:
                          (("pairs_same", "pairs of one person"), ("pairs_different", "of two"))
                          if key in counts)
     first = f" The first row: {pairs} in {counts.get('folds', '?')} folds." if pairs else ""
-    aligner = (record.get("parameters") or {}).get("aligner")
+    told = record.get("parameters") or {}
+    aligner = told.get("aligner")
+    mirror = ", each the sum of a face's and its mirror image's" if told.get("flip_test", True) else ""
     return "\n".join(lines) + (
-        "\n\nPercent. Similarity is the cosine of embeddings, each the sum of a face's and its mirror "
-        "image's. Accuracies are means over folds, each judged by a threshold from the others: the one "
-        "of best accuracy, or of a false acceptance rate (FAR) of 0.001 or less; true acceptance rates "
-        f"(TAR), EER and AUC are over all pairs.{first} Aligner: {aligner or 'not recorded'}.")
+        f"\n\nPercent. Similarity is the cosine of embeddings{mirror}. Accuracies are means over folds, "
+        "each judged by a threshold from the others: the one of best accuracy, or of a false acceptance "
+        "rate (FAR) of 0.001 or less; true acceptance rates (TAR), EER and AUC are over all pairs."
+        f"{first} Aligner: {aligner or 'not recorded'}.")
 
 # %% ../nbs/15b_hub.ipynb #d1742e65
 DEMO = ("This is a demonstration on a few hundred laboratory photographs, useful for trying the software "
