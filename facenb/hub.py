@@ -98,8 +98,7 @@ embeddings = model.embed(pixels)  # (N, 3, {size}, {size}) uint8, RGB, aligned f
 similarity = embeddings @ embeddings.T  # cosines
 ```
 
-{onnx}Faces are aligned to the 112 x 112 template of ArcFace and resized.
-Unaligned photographs give poor embeddings.
+{onnx}{alignment}
 
 ## Training
 
@@ -127,8 +126,18 @@ def model_card(
               f"{card['image_size']}) RGB in -1..1, output `embedding`.\n\n" if onnx else "")
     return TEXT.format(
         front=front_matter(card, record, name, license), name=name, backbone=card["backbone"],
-        size=card["image_size"], dim=card["embedding_dim"], onnx=beside,
+        size=card["image_size"], dim=card["embedding_dim"], onnx=beside, alignment=_alignment(record),
         training=_training(card, record), verification=_verification(record), limits=_limits(record))
+
+
+def _alignment(record: dict) -> str:
+    "How faces must stand, from what aligned those that were verified"
+    aligner = (record.get("parameters") or {}).get("aligner")
+    if aligner == "none":
+        return "Faces are used as they were photographed, without alignment."
+    by = f" (verified on faces aligned by {aligner})" if aligner else ""
+    return (f"Faces are aligned to the 112 x 112 template of ArcFace and resized{by}; "
+            "unaligned photographs give poor embeddings.")
 
 # %% ../nbs/15b_hub.ipynb #e6c71481
 def _table(rows: dict) -> str:
@@ -141,18 +150,21 @@ def _training(card: dict, record: dict) -> str:
     told, counts = record.get("parameters") or {}, record.get("counts") or {}
     git, origin = record.get("git") or {}, card.get("origin") or {}
     dirty = " with changes that were not committed" if git.get("dirty") else ""
+    learned = card["train"] != "frozen"
+    people = " and ".join(f"{counts[key]:,}" for key in ("training_people", "training_images") if key in counts)
+    start = origin.get("repository") or origin.get("file") or "random weights"
     return _table({
         "run": record.get("name", "not recorded"),
         "data": told.get("data", "not recorded"),
-        "people, images": " and ".join(f"{counts[key]:,}" for key in ("training_people", "training_images")
-                                       if key in counts),
+        "people, images": people if learned else None,
         "loss": told.get("loss", "not recorded"),
         "what was trained": card["train"],
         "adapters": ", ".join(f"{key} {value}" for key, value in (card.get("lora") or {}).items()),
-        "started from": origin.get("repository") or origin.get("file") or "random weights",
+        "started from": start,
         "revision": origin.get("revision"),
+        "SHA-256 of the start": origin.get("sha256"),
         "parameters of the network": f"{card['parameters']:,}",
-        **{key: told.get(key) for key in ("epochs", "lr", "pairs", "augment", "seed", "precision")},
+        **{key: told.get(key) for key in ("epochs", "lr", "pairs", "augment", "seed", "precision") if learned},
         "code": f"commit {git['commit']}{dirty}" if git.get("commit") else "commit not recorded",
     })
 
@@ -189,7 +201,7 @@ def _limits(record: dict) -> str:
     told, counts = record.get("parameters") or {}, record.get("counts") or {}
     kind, people = str(told.get("data", "")), counts.get("training_people")
     lines = [DEMO] if kind.startswith("demo") else []
-    if people:
+    if people and told.get("train") != "frozen":
         lines.append(f"It has learned from {people:,} people; how well it does for people unlike them "
                      "was not measured.")
     if "overlap_checked" in counts:
@@ -272,6 +284,7 @@ def hub_folder(
     source: Backbone | Path | str,  # a backbone, or the folder of a run
     folder: Path | str,  # new, or empty
     record: dict | None = None,  # of the run; None: the one in the run's folder, if any
+    weights: Path | str = "",  # of the base of a run that holds adapters alone; empty: its published ones
     name: str = "",  # of the model; empty: the folder's
     license: str = "",  # of these weights as the hub writes it, such as cc-by-nc-4.0; empty: not stated
     onnx: bool = False,  # also model.onnx
@@ -283,7 +296,7 @@ def hub_folder(
     if not isinstance(source, Backbone):
         path = Path(source) / "record.json"
         record = read_record(path) if record is None and path.is_file() else record
-        source = read_run(source)
+        source = read_run(source, weights)
     model = FaceModel.of(source, record)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:

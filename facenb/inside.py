@@ -167,18 +167,25 @@ def rollout_map(
 ) -> Tensor:  # (B, h, h), sums to 1: share of each patch in what the network reads at the end
     "Where a vision transformer looks"
     rollout = attention_rollout(attentions_of(backbone, faces), discard, heads)
-    tokens = rollout.shape[1]
-    others = tokens - math.isqrt(tokens)**2
+    vit = _timm_vit(backbone)
+    if vit is not None:
+        return _timm_map(vit, rollout)
+    others = rollout.shape[1] - math.isqrt(rollout.shape[1])**2
     if _map_head(backbone) is not None:
         return patch_map((map_attention(backbone, faces).mean(1, keepdim=True) @ rollout)[:, 0])
-    first = _reads_first_token(backbone, others)
-    return patch_map(rollout[:, 0] if first else rollout[:, others:].mean(1))
+    return patch_map(rollout[:, 0] if others else rollout.mean(1))
 
 
-def _reads_first_token(backbone: nn.Module, others: int) -> bool:
-    "Whether the embedding is made of a class token"
-    vit = _timm_vit(backbone)
-    return others > 0 if vit is None else getattr(vit, "global_pool", "") == "token"
+def _timm_map(vit: nn.Module, rollout: Tensor) -> Tensor:
+    "What timm's pooling reads: the class token, or the mean of the patches; InsideError for other pools"
+    pool, first = getattr(vit, "global_pool", ""), vit.num_prefix_tokens
+    if pool not in ("token", "avg"):
+        raise InsideError(f"{type(vit).__name__} pools by {pool!r}; a rollout is read for token and avg")
+    rows, columns = vit.patch_embed.grid_size
+    read = (rollout[:, 0] if pool == "token" else rollout[:, first:].mean(1))[:, first:]
+    if read.shape[1] != rows * columns:
+        raise InsideError(f"{type(vit).__name__} has {read.shape[1]} patch tokens, not {rows} x {columns}")
+    return (read / read.sum(1, keepdim=True)).unflatten(1, (rows, columns))
 
 # %% ../nbs/17_inside.ipynb #94c09a50
 def pair_saliency(

@@ -4,23 +4,24 @@
 
 # %% auto #0
 __all__ = ['IRESNETS', 'OTHERS', 'FOUNDATION', 'SAFE', 'HUB_ID', 'LoadError', 'recognise', 'read_file', 'card_inside',
-           'read_folder', 'read_adapter', 'fetch', 'load_backbone']
+           'read_folder', 'fetch', 'load_backbone']
 
 # %% ../nbs/16_load.ipynb #4aacffcc
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .backbones import BACKBONES, Backbone
-from .cards import CARD, build_from, check_card, read_backbone, read_json, read_run
+from .backbones import Backbone
+from .cards import CARD, build_from, check_card, read_adapter, read_backbone, read_json, read_run
 from .hub import FaceModel
 from .onnx_models import OnnxBackbone
-from .weights import load_weights, read_weights
+from .weights import PREFIXES, load_weights, read_weights, without_prefix
 from .zoo import build_backbone
 
 # %% ../nbs/16_load.ipynb #caba11e0
@@ -103,12 +104,15 @@ def read_file(
         return build_backbone(backbone, weights=path, **_known(options, path, "image_size embedding_dim"))
     if (path.parent / CARD).is_file() and path.name == "backbone.safetensors":
         return read_folder(path.parent, **options)
-    _known(options, path)
+    _known(options, path, "image_size")
     if card := card_inside(path):
         network = build_from(check_card(card | {"sha256": ""}, path), path)
         load_weights(network, path)
         return network
-    found = recognise(read_weights(path), path)
+    found = recognise(without_prefix(read_weights(path), PREFIXES), path) | options
+    if not options and found["image_size"] != 112:
+        warnings.warn(f"{path} is read as for {found['image_size']} pixels, but its shapes also fit "
+                      f"{found['image_size'] - 15} and more: load_backbone(path, image_size=...) says which")
     return build_backbone(**found, weights=path)
 
 
@@ -151,7 +155,8 @@ def read_folder(
         return read_adapter(folder, **_known(options, folder, "backbone weights image_size embedding_dim"))
     if has("record.json"):
         return read_run(folder, **_known(options, folder))
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".onnx", ".pth", ".safetensors"))
+    kinds = (".onnx", ".pth", ".pt", ".bin", ".safetensors")
+    files = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds)
     if len(files) == 1:
         return read_file(files[0], **options)
     names = [path.name for path in files] or sorted(path.name for path in folder.iterdir())
@@ -164,42 +169,18 @@ def _from_config(folder: Path, options: dict) -> Backbone:
     config = read_json(folder / "config.json")
     if "backbone" in config and "format" in config:
         return FaceModel.from_pretrained(folder, **_known(options, folder)).backbone
-    kind = config.get("model_type")
+    kind, options = config.get("model_type"), dict(options)
+    named = options.pop("backbone", "")
+    if config.get("architecture") or named:  # timm's
+        tag = (config.get("pretrained_cfg") or {}).get("tag")
+        name = named or f"timm:{config['architecture']}" + (f".{tag}" if tag else "")
+        return build_backbone(name, weights=folder, **_known(options, folder, "image_size embedding_dim"))
     if kind not in FOUNDATION:
         raise LoadError(f"{folder / 'config.json'} describes model_type {kind!r} "
                         f"({', '.join(config.get('architectures') or ['no architecture'])}); facenb reads "
                         f"{', '.join(FOUNDATION)} and its own")
     sizes = _known(options, folder, "image_size embedding_dim")
     return build_backbone(FOUNDATION[kind], weights=folder, **sizes)
-
-# %% ../nbs/16_load.ipynb #9b30205e
-def read_adapter(
-    folder: Path,  # adapter_config.json, adapter_model.safetensors
-    backbone: str = "",  # the network, where the adapter does not name it
-    weights: str | Path = "",  # of the network, as for `build_backbone`; empty: its published ones
-    image_size: int | None = None,  # pixels, where the adapter does not say
-    embedding_dim: int | None = None,  # d, where the adapter does not say
-) -> Backbone:  # LoadError, AdapterError name the folder
-    "A network with stored adapters"
-    from facenb.lora import load_adapter, own_facts, read_config  # here: peft takes seconds to import
-    config = read_config(folder)
-    facts = own_facts(folder, config)
-    base = config.get("base_model_name_or_path")
-    named = [name for name, entry in BACKBONES.items() if entry.hub and entry.hub == base]
-    name = facts.get("backbone") or backbone or (named[0] if named else "")
-    if not name:
-        raise LoadError(f"{folder} holds an adapter for {base!r}, which is no backbone of facenb; "
-                        "say which: load_backbone(folder, backbone=NAME)")
-    random = "random_weights" in (facts.get("base") or {})
-    if random and not weights:
-        raise LoadError(f"{folder} holds an adapter beside random weights of {name}, which are not in it; "
-                        "give them: load_backbone(folder, weights=FILE)")
-    network = build_backbone(name, facts.get("image_size") or image_size,
-                             facts.get("embedding_dim") or embedding_dim, weights=weights)
-    if random:
-        network.origin = None  # then the weights themselves are compared, not what their file is called
-        network.new_head = tuple(facts.get("new_head", ()))  # was random then; the adapter brings its own
-    return load_adapter(network, folder)
 
 # %% ../nbs/16_load.ipynb #061a98ed
 SAFE = ["*.json", "*.safetensors", "*.onnx", "*.onnx.data", "*.onnx_data", "*.md"]

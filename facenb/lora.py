@@ -172,10 +172,11 @@ def check_settings(backbone: Backbone, train: str, rank: int, alpha: float, drop
         raise AdapterError(f"train={train!r}; choose one of {', '.join(MODES)}")
     if adapters(backbone):
         raise AdapterError(f"{backbone.name} has adapters already: merge them before other training")
-    if train == "lora" and not (isinstance(rank, int) and rank >= 1 and 0 < alpha < float("inf")):
+    number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    if train == "lora" and not (type(rank) is int and rank >= 1 and number(alpha) and 0 < alpha < float("inf")):
         raise AdapterError(f"rank={rank!r}, alpha={alpha!r}: rank is a whole number of 1 or more, "
                            "alpha a number above 0")
-    if train == "lora" and not 0 <= dropout < 1:
+    if train == "lora" and not (number(dropout) and 0 <= dropout < 1):
         raise AdapterError(f"dropout={dropout!r} of the adapters' inputs lies in 0..1, without 1")
 
 # %% ../nbs/13_lora.ipynb #e151cf8c
@@ -240,7 +241,8 @@ class AdapterWatch:
         self.name, self.patience, self.steps, self.looks = backbone.name, patience, 0, 0
         self.waiting = {f"{name}.{part}": p for name, module in adapters(backbone).items()
                         for part in ("lora_A", "lora_B") for p in getattr(module, part).parameters()}
-        self.second = [p for name, p in self.waiting.items() if name.endswith("lora_B")]
+        self.b_of = {name.replace("lora_B", "lora_A"): p for name, p in self.waiting.items()
+                     if name.endswith("lora_B")}
 
     def look(self) -> None:
         "After `backward`, before the gradients are cleared"
@@ -248,19 +250,25 @@ class AdapterWatch:
             return
         self.looks += 1
         gradients = [torch.zeros(()) if p.grad is None else p.grad.detach() for p in self.waiting.values()]
-        *seen, moved = largest([*gradients, torch.cat([p.detach().flatten() for p in self.second])])
-        if all(value < float("inf") for value in seen):  # an overflow also fails this, as does NaN
-            self.steps = 2 if self.steps and moved else 1
-            self.waiting = {name: p for (name, p), value in zip(self.waiting.items(), seen) if value == 0}
-        if self.waiting and (self.steps == 2 or self.looks == self.patience):
-            raise AdapterError(self.complaint())
+        seen = dict(zip(self.waiting, largest(gradients)))
+        if all(value < float("inf") for value in seen.values()):  # an overflow fails this, as does NaN
+            self.steps += 1
+            self.waiting = {name: p for name, p in self.waiting.items() if seen[name] == 0}
+        if self.waiting and self.steps >= 2:
+            self._complain()
 
-    def complaint(self) -> str:
-        "What has no gradient"
-        when = "after two steps" if self.steps == 2 else f"in {self.looks} backward passes"
-        return (f"{len(self.waiting)} adapter matrices of {self.name} have no gradient {when}: "
-                f"{', '.join(self.waiting)}. Their layers never run, or what they give is detached or "
-                "multiplied by a frozen zero; name other targets")
+    def _complain(self) -> None:
+        "B has a gradient from the first step on, A as soon as B is not zero; a step of size zero is no step"
+        still = [name for name in self.waiting if name in self.b_of and not self.b_of[name].any()
+                 and name.replace("lora_A", "lora_B") not in self.waiting]
+        dead = [name for name in self.waiting if name not in still]
+        if dead:
+            raise AdapterError(f"{len(dead)} adapter matrices of {self.name} have no gradient after two steps: "
+                               f"{', '.join(dead)}. Their layers never run, or what they give is detached or "
+                               "multiplied by a frozen zero; name other targets")
+        if self.looks >= self.patience:
+            raise AdapterError(f"{len(still)} adapter matrices of {self.name} have not moved in {self.looks} "
+                               "backward passes, though they have a gradient: is the learning rate 0?")
 
 
 def largest(tensors: list[Tensor]) -> list[float]:
@@ -304,7 +312,8 @@ def adapter_config(backbone: Backbone, hashes: dict[str, str]) -> dict:
     "peft's configuration; what it has no field for stands in `auto_mapping`, which peft leaves alone"
     network, base = core(backbone), base_identity(backbone)
     ours = {"backbone": backbone.name, "image_size": backbone.image_size,
-            "embedding_dim": backbone.embedding_dim, "targets": backbone.lora_targets, "base": base,
+            "embedding_dim": backbone.embedding_dim, "settings": backbone.settings,
+            "targets": backbone.lora_targets, "base": base,
             "new_head": list(backbone.new_head), "sha256": hashes}
     return network.peft_config["default"].to_dict() | {
         "target_modules": list(adapters(backbone)), "inference_mode": True,
@@ -373,14 +382,15 @@ def check_config(folder: Path, config: dict) -> None:
     "AdapterError for variants of LoRA that would be another network here"
     from peft import LoraConfig
     usual = LoraConfig().to_dict()
+    unset = lambda value: value is None or value is False or isinstance(value, str | list | dict) and not value
     other = [f"{key}={value!r}" for key, value in config.items() if key not in FREE
-             and (value or None) != (usual.get(key) or None)]
+             and value != usual.get(key) and not (unset(value) and unset(usual.get(key)))]
     if other:
         raise AdapterError(f"{folder / CONFIG} asks for {', '.join(other)}; facenb knows plain LoRA only")
 
 # %% ../nbs/13_lora.ipynb #7cb44cb2
-FACTS = {"backbone": str, "embedding_dim": int, "targets": str, "base": dict, "new_head": list,
-         "sha256": dict}
+FACTS = {"backbone": str, "image_size": int, "embedding_dim": int, "settings": dict, "targets": str,
+         "base": dict, "new_head": list, "sha256": dict}
 
 
 def own_facts(folder: Path, config: dict) -> dict:  # empty: stored by others
@@ -413,7 +423,8 @@ def check_base(backbone: Backbone, folder: Path, config: dict) -> None:
     there = facts.get("base") or f"{config.get('base_model_name_or_path')} @ {config.get('revision')}"
     if not same_base(facts, config, here) or facts and facts["backbone"] != backbone.name:
         raise AdapterError(f"{folder} holds adapters for {facts.get('backbone', 'a network')} with the "
-                           f"weights {there}; this is {backbone.name} with {here}")
+                           f"weights {there}; this is {backbone.name} with {here}. Give the weights they "
+                           "were learned beside: weights=FILE")
     if not facts:
         warnings.warn(f"{folder / CONFIG} does not say which weights it is for, beyond {there}")
 

@@ -229,10 +229,27 @@ def _refusal(path, model, inputs, wanted: str) -> str:
 def wants_pixels(
     model,  # onnx.ModelProto
 ) -> bool:  # 0..255 instead of -1..1
-    "Whether the graph scales pixels itself (ArcFaceONNX of insightface's python-package)"
-    names = [node.name for node in model.graph.node[:8]]
+    "Whether the graph scales pixels itself, by what its first nodes subtract and multiply with"
+    first = list(model.graph.node[:8])
+    shift, scale = _constant(model, first, "Sub"), _constant(model, first, "Mul", "Div")
+    if shift is not None and scale is not None:
+        return 100 < shift < 150 and not 0.5 < scale < 2
+    names = [node.name for node in first]  # no numbers: the rule of insightface's ArcFaceONNX
     return all(any(name.startswith(start) for name in names)
                for start in (("Sub", "_minus"), ("Mul", "_mul")))
+
+
+def _constant(model, nodes: list, *operators: str) -> float | None:
+    "The number, or the mean of the numbers, in the first of these operations; None: there is none"
+    import onnx
+    known = {value.name: value for value in model.graph.initializer}
+    known |= {node.output[0]: attribute.t for node in model.graph.node if node.op_type == "Constant"
+              for attribute in node.attribute if attribute.name == "value"}
+    for node in nodes:
+        if node.op_type in operators:
+            values = [onnx.numpy_helper.to_array(known[name]) for name in node.input if name in known]
+            return float(values[0].mean()) if values and values[0].size in (1, 3) else None
+    return None
 
 
 def own_card(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .backbones import Backbone
-from .published import read_source, weight_files
+from .published import SOURCE, read_source, weight_files
 from .resize import Resize
+from .runs import file_hash
 from .weights import WeightsError, load_weights
 
 # %% ../nbs/11_timm.ipynb #9aedfbe4
@@ -154,7 +155,10 @@ def _classifier(network: nn.Module) -> str | None:
 
 def _published_origin(folder: Path) -> dict:
     "Where published weights came from, as `facenb prepare weights` noted it"
-    source, file = read_source(folder), weight_files(folder)[0]
+    file = weight_files(folder)[0]
+    if not (folder / SOURCE).is_file():  # a folder of the hub that somebody copied
+        return {"repository": None, "revision": None, "file": file.name, "sha256": file_hash(file)}
+    source = read_source(folder)
     return {"repository": source["repository"], "revision": source["revision"], "file": file.name,
             "sha256": source["files"][file.name]["sha256"]}
 

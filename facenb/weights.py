@@ -112,9 +112,12 @@ def read_weights(
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:
     "Why a file could not be read: it wants to run something, or it is damaged"
+    if "TorchScript" in str(error):
+        return WeightsError(f"{path} is a TorchScript archive, which holds code; it was not run. Take the "
+                            "same weights as safetensors (OpenAI's CLIP: openai/clip-vit-base-patch32)")
     named = re.search(r"GLOBAL (\S+)", str(error))
     name = named.group(1) if named else None
-    if name is None and path.suffix != ".safetensors" and "TorchScript" not in str(error):
+    if name is None and path.suffix != ".safetensors":
         name = _foreign_name(path)
     if name is not None:
         return WeightsError(f"{path} names {name}, which is no tensor; it was not run. Save "
@@ -147,7 +150,10 @@ def _tensors(found: dict, path: Path) -> dict[str, Tensor]:
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise WeightsError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if value.is_complex():
+            raise WeightsError(f"{path}: {name!r} holds complex numbers, which no network here has")
+        wide = value.float() if value.is_floating_point() and value.itemsize == 1 else value  # fp8
+        if value.is_floating_point() and not torch.isfinite(wide).all():
             raise WeightsError(f"{path}: {name!r} holds NaN or infinity; "
                                "the training that wrote it failed")
     return dict(found)
@@ -227,12 +233,20 @@ def explanation(
 ) -> str:  # one sentence or more
     "The usual reason for the difference between a network and a file"
     missing, extra = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+    if any(".lora_A." in name for name in found):
+        return ("The file holds adapters (LoRA): give the folder it lies in to facenb.load.load_backbone, "
+                "facenb.lora.merge makes a plain network of it.")
     layer = re.compile(r"(^|\.)(weight|kernel|fc|head|classifier|fc7_weight)(\.weight)?$")
-    classes = [name for name in extra if found[name].ndim == 2
-               and max(found[name].shape) >= 1000 and layer.search(name)]
+    rest = [name for name in extra if not name.endswith("bias")]  # of a complete network
+    classes = [name for name in extra if found[name].ndim == 2 and layer.search(name)
+               and (max(found[name].shape) >= 1000 or not missing and rest == [name])]
     if classes:
         rows = max(max(found[name].shape) for name in classes)
         beside = "beside" if found.keys() & wanted.keys() else "instead of"
+        if not missing and rows < 1000:
+            return (f"The file holds one more layer, {classes[0]} {_shape(found[classes[0]])}: a classifier, then "
+                    f"give the file without it, or an embedding layer, then choose embedding_dim="
+                    f"{len(found[classes[0]])}.")
         return (f"The file holds a classifier {beside} a network: {classes[0]} is of {rows} "
                 "classes; give the file of the backbone alone.")
     if not found.keys() & wanted.keys():

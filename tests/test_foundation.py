@@ -348,3 +348,42 @@ def test_the_table_is_what_transformers_builds(name):
     assert net(faces).shape == (2, entry.embedding_dim)
     assert net.tokens(faces).shape[1] == net.class_tokens + net.grid**2 == {
         "clip_vit_b32": 50, "dinov2_vit_b14": 257, "ijepa_vit_h14": 256, "siglip2_so400m": 729}[name]
+
+
+def tiny_clip(folder, activation="quick_gelu"):
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, patch_size=8, image_size=32, projection_dim=24)
+    CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, hidden_act=activation)).save_pretrained(folder)
+    return {**sizes}
+
+
+def test_the_activation_of_a_file_is_read_beside_it(tmp_path):
+    "The published trap: a path to weights, whose configuration nobody looks at"
+    sizes = tiny_clip(tmp_path, "gelu")
+    with pytest.raises(ActivationMismatch, match="config.json: hidden_act 'gelu'"):
+        ClipB32(32, weights=tmp_path / "model.safetensors", config=sizes)
+    (tmp_path / "model.safetensors").rename(tmp_path / "open_clip_model.safetensors")
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {"quick_gelu": False}}))
+    with pytest.raises(ActivationMismatch, match="quick_gelu False"):
+        ClipB32(32, weights=tmp_path / "open_clip_model.safetensors", config=sizes)
+    (tmp_path / "open_clip_config.json").unlink()
+    with pytest.warns(UserWarning, match="does not say its activation"):
+        ClipB32(32, weights=tmp_path / "open_clip_model.safetensors", config=sizes)
+
+
+def test_whole_numbers_are_no_weights(tmp_path):
+    from safetensors.torch import load_file, save_file
+    sizes = tiny_clip(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: (value * 20).to(torch.int8) for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="whole numbers"):
+        ClipB32(32, weights=tmp_path, config=sizes)
+
+
+@pytest.mark.parametrize("content, says", [({"do_normalize": False}, "do_normalize"), ({"rescale_factor": 1 / 127.5}, "rescale_factor"),
+                                           ({"image_mean": 0.5}, "image_mean"), ({"size": "big"}, "size 'big'")])
+def test_preprocessing_that_is_not_done_is_refused(tmp_path, content, says):
+    sizes = tiny_clip(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    with pytest.raises(WeightsError, match=says):
+        ClipB32(32, weights=tmp_path, config=sizes)

@@ -138,3 +138,21 @@ def test_the_mean_maps_are_their_record():
         assert rows[column].sum() == pytest.approx(1, abs=1e-3)
         for row in rows.itertuples():
             assert getattr(row, column) == pytest.approx(record["metrics"][f"{column}_row{row.row}_column{row.column}"], rel=1e-4)
+
+
+def small_vit(**options):
+    import timm
+    return timm.models.vision_transformer.VisionTransformer(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=5, **options).eval()
+
+
+def test_prefix_tokens_are_not_patches():
+    "Four patches, a class token and four registers are nine tokens, but no map of three by three"
+    from facenb.inside import rollout_map
+    assert rollout_map(small_vit(reg_tokens=4), torch.rand(2, 3, 32, 32)).shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize("pool", ["map", "max"])
+def test_pools_that_a_rollout_cannot_read_are_refused(pool):
+    from facenb.inside import InsideError, rollout_map
+    with pytest.raises(InsideError, match=f"pools by '{pool}'"):
+        rollout_map(small_vit(global_pool=pool, class_token=False), torch.rand(2, 3, 32, 32))

@@ -347,3 +347,20 @@ def test_importing_does_not_wait_for_peft():
     code = "import sys, facenb.lora; print('peft' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_dead_adapters_are_told_after_two_steps_and_a_rate_of_zero_later():
+    "Also when all of them are dead, behind a normalisation whose frozen scale is zero"
+    from facenb.zoo import build_backbone
+    def steps(targets, lr, count):
+        net = build_backbone("small", 24, 16, train="lora", targets=targets).train()
+        watch, optimizer = AdapterWatch(net, patience=5), torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr)
+        for _ in range(count):
+            optimizer.zero_grad()
+            net(torch.rand(4, 3, 24, 24)).square().sum().backward()
+            watch.look(), optimizer.step()
+    with pytest.raises(AdapterError, match="no gradient after two steps: features.2.second.0.lora_A"):
+        steps("features.2.second.0,features.4.second.0", 0.1, 2)
+    with pytest.raises(AdapterError, match="is the learning rate 0"):
+        steps("features.0.0", 0.0, 5)
+    steps("features.0.0", 0.1, 3)

@@ -19,6 +19,7 @@ from facenb.hub import FaceModel, hub_folder, model_card
 from facenb.load import LoadError, load_backbone
 from facenb.onnx_models import OnnxError, export_onnx, random_faces
 from facenb.weights import WeightsError
+from facenb.zoo import build_backbone
 
 DATA = os.environ.get("FACENB_DATA")
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, patch_size=8, image_size=32)
@@ -135,7 +136,7 @@ def test_adapters_come_back_with_card_hub_folder_and_onnx(tmp_path):
 def test_adapters_alone_need_the_network_they_were_learned_beside(tmp_path):
     lora, net, base = adapted("timm:test_vit")
     lora.save_adapter(net, tmp_path / "adapter")
-    with pytest.raises(LoadError, match="beside random weights of timm:test_vit"):
+    with pytest.raises(CardError, match="beside random weights of timm:test_vit"):
         load_backbone(tmp_path / "adapter")
     save_file(base, tmp_path / "base.safetensors")
     assert agree(load_backbone(tmp_path / "adapter", weights=tmp_path / "base.safetensors"), net, random_faces(2, 32), 1e-6)
@@ -309,3 +310,83 @@ def test_a_name_is_needed_to_build_again(tmp_path):
     with pytest.raises(CardError, match="Mine is no name of a backbone"):
         save_backbone(Mine(24, 16), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def published_timm(tmp_path, monkeypatch):
+    "Weights of a timm network as `facenb prepare weights --source` leaves them"
+    import timm
+    from facenb.published import fetch
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.manual_seed(1)
+    save_file(timm.create_model("test_vit").state_dict(), source / "model.safetensors")
+    fetch("timm:test_vit", source)
+    return source
+
+
+@pytest.mark.parametrize("dim, statistics", [(None, None), (32, None), (32, {"statistics": "faces"})])
+def test_adapters_beside_published_weights_come_back(published_timm, tmp_path, dim, statistics):
+    "Also with pixels other than usual: they are stored with the adapters and win"
+    from facenb.cards import save_trained
+    net = build_backbone("timm:test_vit", 40, dim, weights="pretrained", train="lora", settings=statistics)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    save_trained(build_backbone("small"), tmp_path / "run")  # an older one must not win
+    save_trained(net, tmp_path / "run")
+    faces = torch.rand(2, 3, 40, 40) * 2 - 1
+    again = load_backbone(tmp_path / "run")
+    assert (again(faces) - net.eval()(faces)).abs().max() < 1e-5 and again.settings == net.settings
+    hub_folder(tmp_path / "run", tmp_path / "hub")
+    assert (load_backbone(tmp_path / "hub")(faces) - net(faces)).abs().max() < 1e-5
+
+
+def test_adapters_without_their_base_say_what_to_give(published_timm, tmp_path, monkeypatch):
+    from facenb.cards import save_trained
+    save_trained(build_backbone("timm:test_vit", 40, weights="pretrained", train="lora"), tmp_path / "run")
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(CardError, match=r"load_backbone\(folder, weights=FILE\)"):
+        load_backbone(tmp_path / "run")
+    assert load_backbone(tmp_path / "run", weights=published_timm).training_mode == "lora"
+
+
+def test_a_timm_folder_of_the_hub_loads(published_timm):
+    (published_timm / "config.json").write_text(json.dumps({"architecture": "test_vit"}))
+    net = load_backbone(published_timm, image_size=40)
+    assert net.name == "timm:test_vit" and net.statistics == "timm" and net.origin["sha256"]
+
+
+@pytest.mark.parametrize("mode", ["head", "frozen"])
+def test_what_learned_is_what_learns_again(tmp_path, mode):
+    net = build_backbone("small", 24, 16, train=mode)
+    again = load_backbone(save_backbone(net, tmp_path))
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in net.parameters()]
+
+
+def test_names_around_a_network_are_taken_off(tmp_path):
+    net = build_backbone("iresnet18", 32, 16).eval()
+    torch.save({"state_dict": {f"module.backbone.{name}": value for name, value in net.state_dict().items()}}, tmp_path / "x.pth")
+    faces = torch.rand(2, 3, 32, 32) * 2 - 1
+    assert torch.equal(load_backbone(tmp_path / "x.pth", image_size=32)(faces), net(faces))
+
+
+def test_an_iresnet_of_another_size_is_asked_for(tmp_path):
+    net = build_backbone("iresnet18", 56, 16).eval()
+    torch.save(net.state_dict(), tmp_path / "x.pth")
+    with pytest.warns(UserWarning, match=r"image_size=\.\.\.\) says which"):
+        assert load_backbone(tmp_path / "x.pth").image_size == 64
+    assert load_backbone(tmp_path / "x.pth", image_size=56).image_size == 56
+
+
+@pytest.mark.parametrize("names", [("Sub_0", "Mul_0"), ("/Sub", "/Mul"), ("", "")])
+@pytest.mark.parametrize("shift, scale, pixels", [(127.5, 1 / 127.5, True), (0.0, 1.0, False)])
+def test_pixels_are_known_by_numbers_not_names(names, shift, scale, pixels):
+    from onnx import TensorProto, helper
+    from facenb.onnx_models import wants_pixels
+    nodes = [helper.make_node("Sub", ["x", "shift"], ["a"], name=names[0]), helper.make_node("Mul", ["a", "scale"], ["y"], name=names[1])]
+    numbers = [helper.make_tensor(name, TensorProto.FLOAT, [1], [value]) for name, value in (("shift", shift), ("scale", scale))]
+    graph = helper.make_graph(nodes, "g", [], [], numbers)
+    assert wants_pixels(helper.make_model(graph)) == pixels
