@@ -192,8 +192,8 @@ def build_from(
         raise CardError(f"{path}: {card['backbone']!r} cannot be built: {error}") from error
     backbone.name, backbone.origin = card["backbone"], card.get("origin")
     if backbone.embedding_dim != card["embedding_dim"]:
-        raise CardError(f"{path}: embedding_dim {card['embedding_dim']}, but {card['backbone']} with these settings "
-                        f"makes {backbone.embedding_dim} numbers")
+        raise CardError(f"{path}: embedding_dim {card['embedding_dim']}, but {card['backbone']} with these "
+                        f"settings makes {backbone.embedding_dim} numbers")
     mode = "scratch" if card["train"] == "lora" and not card.get("lora") else card["train"]  # merged
     try:
         set_training(backbone, mode, **card.get("lora") or {})
@@ -237,8 +237,8 @@ def read_adapter(
                                  facts.get("embedding_dim") or embedding_dim, weights or "pretrained",
                                  settings=facts.get("settings"))
     except FileNotFoundError as error:
-        raise CardError(f"{folder} holds adapters beside the weights {facts.get('base') or base}: {error}; or "
-                        "give them: load_backbone(folder, weights=FILE)") from error
+        raise CardError(f"{folder} holds adapters beside the weights {facts.get('base') or base}: {error}; "
+                        "or give them: load_backbone(folder, weights=FILE)") from error
     if random:
         network.origin = None  # then the weights themselves are compared, not what their file is called
         network.new_head = tuple(facts.get("new_head", ()))  # was random then; the adapter brings its own

@@ -158,8 +158,9 @@ def read_preprocessing(
         known["size"] = size
     for key, usual in (("do_normalize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)):
         if abs(content.get(key, usual) - usual) > 1e-6:
-            raise WeightsError(f"{path}: {key} {content[key]!r}, but facenb feeds pixels in 0..1, normalised; "
-                               "pixels={'image_mean': ..., 'image_std': ...} says otherwise on purpose")
+            raise WeightsError(f"{path}: {key} {content[key]!r}, but facenb feeds pixels in 0..1, "
+                               "normalised; pixels={'image_mean': ..., 'image_std': ...} says "
+                               "otherwise on purpose")
     if content.get("resample") is not None:
         if content["resample"] not in RESAMPLE:
             raise WeightsError(f"{path}: resample {content['resample']!r}, possible are {RESAMPLE}")

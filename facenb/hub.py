@@ -151,7 +151,9 @@ def _training(card: dict, record: dict) -> str:
     git, origin = record.get("git") or {}, card.get("origin") or {}
     dirty = " with changes that were not committed" if git.get("dirty") else ""
     learned = card["train"] != "frozen"
-    people = " and ".join(f"{counts[key]:,}" for key in ("training_people", "training_images") if key in counts)
+    people = " and ".join(f"{counts[key]:,}" for key in ("training_people", "training_images")
+                          if key in counts)
+    used = ("epochs", "lr", "pairs", "augment", "seed", "precision") if learned else ()
     start = origin.get("repository") or origin.get("file") or "random weights"
     return _table({
         "run": record.get("name", "not recorded"),
@@ -164,7 +166,7 @@ def _training(card: dict, record: dict) -> str:
         "revision": origin.get("revision"),
         "SHA-256 of the start": origin.get("sha256"),
         "parameters of the network": f"{card['parameters']:,}",
-        **{key: told.get(key) for key in ("epochs", "lr", "pairs", "augment", "seed", "precision") if learned},
+        **{key: told.get(key) for key in used},
         "code": f"commit {git['commit']}{dirty}" if git.get("commit") else "commit not recorded",
     })
 

@@ -173,7 +173,8 @@ def check_settings(backbone: Backbone, train: str, rank: int, alpha: float, drop
     if adapters(backbone):
         raise AdapterError(f"{backbone.name} has adapters already: merge them before other training")
     number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
-    if train == "lora" and not (type(rank) is int and rank >= 1 and number(alpha) and 0 < alpha < float("inf")):
+    sizes = type(rank) is int and rank >= 1 and number(alpha) and 0 < alpha < float("inf")
+    if train == "lora" and not sizes:
         raise AdapterError(f"rank={rank!r}, alpha={alpha!r}: rank is a whole number of 1 or more, "
                            "alpha a number above 0")
     if train == "lora" and not (number(dropout) and 0 <= dropout < 1):
@@ -263,9 +264,9 @@ class AdapterWatch:
                  and name.replace("lora_A", "lora_B") not in self.waiting]
         dead = [name for name in self.waiting if name not in still]
         if dead:
-            raise AdapterError(f"{len(dead)} adapter matrices of {self.name} have no gradient after two steps: "
-                               f"{', '.join(dead)}. Their layers never run, or what they give is detached or "
-                               "multiplied by a frozen zero; name other targets")
+            raise AdapterError(f"{len(dead)} adapter matrices of {self.name} have no gradient after two "
+                               f"steps: {', '.join(dead)}. Their layers never run, or what they give is "
+                               "detached or multiplied by a frozen zero; name other targets")
         if self.looks >= self.patience:
             raise AdapterError(f"{len(still)} adapter matrices of {self.name} have not moved in {self.looks} "
                                "backward passes, though they have a gradient: is the learning rate 0?")
@@ -382,7 +383,8 @@ def check_config(folder: Path, config: dict) -> None:
     "AdapterError for variants of LoRA that would be another network here"
     from peft import LoraConfig
     usual = LoraConfig().to_dict()
-    unset = lambda value: value is None or value is False or isinstance(value, str | list | dict) and not value
+    empty = lambda value: isinstance(value, str | list | dict) and not value
+    unset = lambda value: value is None or value is False or empty(value)
     other = [f"{key}={value!r}" for key, value in config.items() if key not in FREE
              and value != usual.get(key) and not (unset(value) and unset(usual.get(key)))]
     if other:

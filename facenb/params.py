@@ -171,8 +171,9 @@ def read_train(
         raise ParameterError(str(error)) from error
     values |= {name: own[name] for name in OF_BACKBONE if values[name] is None}
     if values["chunk"] == 1:
-        raise ParameterError("chunk=1: batch normalisation needs two images or more in a chunk; choose chunk=0")
+        raise ParameterError("chunk=1: batch normalisation needs two images or more in a chunk; "
+                             "choose chunk=0")
     if values["chunk"] and loss.views:
-        raise ParameterError(f"chunk={values['chunk']}: {values['loss']} compares several views of a face and "
-                             "needs the whole batch; choose chunk=0")
+        raise ParameterError(f"chunk={values['chunk']}: {values['loss']} compares several views of a face "
+                             "and needs the whole batch; choose chunk=0")
     return values, settings

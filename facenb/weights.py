@@ -244,9 +244,9 @@ def explanation(
         rows = max(max(found[name].shape) for name in classes)
         beside = "beside" if found.keys() & wanted.keys() else "instead of"
         if not missing and rows < 1000:
-            return (f"The file holds one more layer, {classes[0]} {_shape(found[classes[0]])}: a classifier, then "
-                    f"give the file without it, or an embedding layer, then choose embedding_dim="
-                    f"{len(found[classes[0]])}.")
+            return (f"The file holds one more layer, {classes[0]} {_shape(found[classes[0]])}: a classifier, "
+                    "then give the file without it, or an embedding layer, then choose "
+                    f"embedding_dim={len(found[classes[0]])}.")
         return (f"The file holds a classifier {beside} a network: {classes[0]} is of {rows} "
                 "classes; give the file of the backbone alone.")
     if not found.keys() & wanted.keys():

@@ -110,7 +110,8 @@ def settings_beside(
         return None
     told = json.loads(card.read_text(encoding="utf-8"))
     if told.get("backbone") != name or told.get("lora"):
-        kind = "a network with adapters, which merge makes plain" if told.get("lora") else told.get("backbone")
+        kind = "a network with adapters, which merge makes plain"
+        kind = kind if told.get("lora") else told.get("backbone")
         raise WeightsError(f"{path} is not for {name}: {card.name} beside it says {kind}")
     return told.get("settings", {})
 
