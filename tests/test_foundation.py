@@ -387,3 +387,35 @@ def test_preprocessing_that_is_not_done_is_refused(tmp_path, content, says):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     with pytest.raises(WeightsError, match=says):
         ClipB32(32, weights=tmp_path, config=sizes)
+
+
+def test_the_real_clip_goes_all_the_way(tmp_path, monkeypatch):
+    "Random weights of the published configuration: fetched, found, adapted, stored, loaded, merged"
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+    from facenb.cards import save_trained
+    from facenb.load import load_backbone
+    from facenb.lora import merge, trained_share
+    from facenb.zoo import build_backbone
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    torch.manual_seed(0)
+    plain = CLIPVisionModelWithProjection(CLIPVisionConfig()).eval()  # its defaults are those of B/32
+    plain.save_pretrained(tmp_path / "hub")
+    assert main(["prepare", "weights", "clip_vit_b32", "--source", str(tmp_path / "hub")]) == 0
+    faces = torch.rand(2, 3, 112, 112) * 2 - 1
+    net = build_backbone("clip_vit_b32", train="lora")
+    assert trained_share(net)[2] < 0.01
+    with torch.no_grad():
+        pixels = net.resize(faces).clamp(-1, 1) * net.scale + net.shift
+        assert (net.eval()(faces) - plain(pixels).image_embeds).abs().max() < 1e-5
+        assert torch.equal(load_backbone(tmp_path / "hub")(faces), load_backbone(tmp_path / "data/weights/clip_vit_b32")(faces))
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net.train()(faces).square().mean().backward()
+        optimizer.step()
+    save_trained(net, tmp_path / "run")
+    assert sum(file.stat().st_size for file in (tmp_path / "run").iterdir()) < 4e6  # adapters alone
+    again = load_backbone(tmp_path / "run")
+    with torch.no_grad():
+        wanted = net.eval()(faces)
+        assert torch.equal(again(faces), wanted) and (merge(again)(faces) - wanted).abs().max() < 1e-5 * wanted.abs().max()
