@@ -84,12 +84,18 @@ def register_backbone(
 ) -> Callable:
     "Decorator that enters a class or function under its name; ValueError for a taken name"
     def enter(build: Callable[..., Backbone]) -> Callable[..., Backbone]:
-        before = BACKBONES.get(name)
-        if before is not None and repr(before.build) != repr(build) and __name__ != "__main__":
-            raise ValueError(f"{name} is already the name of {before.build!r}")
-        BACKBONES[name] = BackboneEntry(build, **facts)
+        before = _function(BACKBONES[name].build) if name in BACKBONES else None
+        if before is not None and before.__qualname__ != _function(build).__qualname__:
+            raise ValueError(f"{name} is already the name of {before.__qualname__}")
+        if before is None or _function(build).__module__ != "__main__":  # the package's own stays
+            BACKBONES[name] = BackboneEntry(build, **facts)
         return build
     return enter
+
+
+def _function(build: Callable) -> Callable:
+    "What is behind a partial"
+    return getattr(build, "func", build)
 
 # %% ../nbs/10_backbones.ipynb #40738180
 def convolution(
