@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'CARD', 'ADAPTERS', 'NEEDED', 'FREE', 'CardError', 'card_of', 'registered_name', 'adapter_settings',
-           'save_backbone', 'tensors_of', 'save_trained', 'load_card', 'read_json', 'check_card', 'build_from',
-           'read_backbone', 'read_adapter', 'read_run']
+           'save_backbone', 'tensors_of', 'save_trained', 'load_card', 'check_card', 'build_from', 'read_backbone',
+           'read_adapter', 'read_run']
 
 # %% ../nbs/15_cards.ipynb #ce3d738a
 import json
@@ -17,7 +17,7 @@ from torch import nn
 from .backbones import BACKBONES, Backbone
 from .lora import core, load_adapter, own_facts, read_config, save_adapter, set_training
 from .runs import atomic_write, file_hash, read_record
-from .weights import load_weights
+from .weights import load_weights, read_json
 from .zoo import backbone_entry, build_backbone
 
 # %% ../nbs/15_cards.ipynb #394ecef7
@@ -135,7 +135,7 @@ def load_card(
 ) -> dict:  # as written; FileNotFoundError, CardError name the file and the key
     "Read the card of a folder and compare it with the weights beside it"
     path = Path(folder) / CARD
-    card = check_card(read_json(path), path)
+    card = check_card(read_json(path, CardError), path)
     weights = path.with_name(WEIGHTS)
     if not weights.is_file():
         raise FileNotFoundError(f"no weights at {weights}, which {path.name} beside it describes")
@@ -143,19 +143,6 @@ def load_card(
         raise CardError(f"{weights} is not the file its card describes (sha256 differs): "
                         "it was changed or copied in part; copy the folder again")
     return card
-
-
-def read_json(path: Path) -> dict:
-    "An object from a JSON file; FileNotFoundError, CardError name the file"
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CardError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise CardError(f"{path} holds no JSON object but a {type(value).__name__}")
-    return value
 
 # %% ../nbs/15_cards.ipynb #56320345
 def check_card(

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'IMAGENET', 'CLIP', 'HALF', 'ACTIVATIONS', 'HUB_FILES', 'RESAMPLE', 'OPENAI', 'OTHER_PARTS', 'OUTER',
-           'ActivationMismatch', 'check_activations', 'read_json', 'check_open_clip', 'check_config',
-           'read_preprocessing', 'from_openai', 'vision_part', 'load_network', 'some_of', 'pixels_of', 'origin_of',
-           'FoundationModel', 'ClipB32', 'DinoV2B14', 'IJepaH14', 'SigLip2So400m']
+           'ActivationMismatch', 'check_activations', 'check_open_clip', 'check_config', 'read_preprocessing',
+           'from_openai', 'vision_part', 'load_network', 'some_of', 'pixels_of', 'origin_of', 'FoundationModel',
+           'ClipB32', 'DinoV2B14', 'IJepaH14', 'SigLip2So400m']
 
 # %% ../nbs/11a_foundation.ipynb #8af3cee1
 import hashlib
-import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from .backbones import Backbone, register_backbone
 from .published import SOURCE, read_source, weight_files
 from .resize import Resize
 from .runs import file_hash
-from .weights import WeightsError, read_weights
+from .weights import WeightsError, read_json, read_weights
 
 # %% ../nbs/11a_foundation.ipynb #610a1b05
 TABLE = {
@@ -80,19 +79,6 @@ def check_activations(
             raise ActivationMismatch(f"{name} is {module}, the weights need {needed}")
 
 # %% ../nbs/11a_foundation.ipynb #bb865978
-def read_json(path: Path) -> dict:  # FileNotFoundError, WeightsError
-    "A JSON object"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; give a file of weights alone by its own path")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WeightsError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path} is not a JSON object")
-    return content
-
-
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # config.json beside them is theirs
 
 

@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .backbones import Backbone
-from .cards import CARD, build_from, check_card, read_adapter, read_backbone, read_json, read_run
+from .cards import CARD, build_from, check_card, read_adapter, read_backbone, read_run
 from .hub import FaceModel
 from .onnx_models import OnnxBackbone
-from .weights import PREFIXES, load_weights, read_weights, without_prefix
+from .weights import PREFIXES, load_weights, read_json, read_weights, without_prefix
 from .zoo import build_backbone
 
 # %% ../nbs/16_load.ipynb #caba11e0
@@ -166,7 +166,7 @@ def read_folder(
 
 def _from_config(folder: Path, options: dict) -> Backbone:
     "A hub-ready folder of facenb, or published weights of transformers"
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", LoadError)
     if "backbone" in config and "format" in config:
         return FaceModel.from_pretrained(folder, **_known(options, folder)).backbone
     kind, options = config.get("model_type"), dict(options)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['NOT_WEIGHTS', 'PLAIN', 'NESTED', 'OTHERS', 'WRAPPERS', 'PREFIXES', 'WeightsError', 'read_weights', 'without_prefix',
-           'first_few', 'load_weights', 'explanation']
+           'first_few', 'read_json', 'load_weights', 'explanation']
 
 # %% ../nbs/09a_weights.ipynb #c91d1fd2
 import io
+import json
 import pickle
 import pickletools
 import re
@@ -178,6 +179,22 @@ def first_few(
     items = [str(item) for item in items]
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
+
+# %% ../nbs/09a_weights.ipynb #949247a3
+def read_json(
+    path: Path,
+    error: type[ValueError] = WeightsError,  # for a file that is not what it should be
+) -> dict:  # FileNotFoundError, `error` name the file
+    "The object in a JSON file"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as reason:
+        raise error(f"{path} is not JSON ({reason}); copy it again") from reason
+    if not isinstance(value, dict):
+        raise error(f"{path} holds no JSON object but a {type(value).__name__}")
+    return value
 
 # %% ../nbs/09a_weights.ipynb #0e3ad688
 PREFIXES = (*WRAPPERS, "backbone.", "network.", "model.")  # of the part that holds the network
