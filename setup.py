@@ -34,6 +34,7 @@ setup(
     extras_require={
         "dev": ini["dev_requirements"].split(),
         "onnx": ini["onnx_requirements"].split(),
+        "tensorboard": ini["tensorboard_requirements"].split(),
         "retinaface": ini["retinaface_requirements"].split(),
     },
     entry_points={"console_scripts": [ini["console_scripts"]]},
