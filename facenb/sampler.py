@@ -172,7 +172,7 @@ class GroupSampler(torch.utils.data.Sampler):
         images: int,  # K, images of each of them, 1 or more
         seed: int = 0,  # 0 or more
         rank: int = 0,  # which process this is, 0..world_size - 1
-        world_size: int = 1,  # processes that share a batch; must divide P
+        world_size: int = 1,  # processes that share a batch, 1..P
     ):  # raises SamplerError, a ValueError, when no batch can be formed
         self.labels = _whole_labels(labels)
         self.people, self.images = _count(self._size, people, 1), _count("images", images, 1)
@@ -190,10 +190,14 @@ class GroupSampler(torch.utils.data.Sampler):
             advice = f"choose {self._size} in 1..{able}" if able else "no batch can be formed"
             raise SamplerError(f"{self._size}={self.people}, but {able} people have {enough} "
                                f"or more; {advice}")
-        if self.rank >= self.world_size or self.people % self.world_size:
-            raise SamplerError(f"{self._size}={self.people} must divide by world_size="
-                               f"{self.world_size} and rank={self.rank} lie in "
-                               f"0..{self.world_size - 1}")
+        if not self.rank < self.world_size <= self.people:
+            raise SamplerError(f"{self._size}={self.people} must be world_size={self.world_size} or "
+                               f"more and rank={self.rank} lie in 0..{self.world_size - 1}")
+
+    def counts(self) -> list[int]:
+        "Images of each rank in a batch: whole people, as many as the others or one person more"
+        ends = [rank * self.people // self.world_size for rank in range(self.world_size + 1)]
+        return [self.images * (last - first) for first, last in zip(ends, ends[1:])]
 
     def set_epoch(
         self,
@@ -213,8 +217,9 @@ class GroupSampler(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         "This rank's part of each batch from `start` on; the plan is made at this call"
-        part = self.people * self.images // self.world_size
-        mine = self.plan()[self.start:, self.rank * part:(self.rank + 1) * part]
+        counts = self.counts()
+        first = sum(counts[:self.rank])
+        mine = self.plan()[self.start:, first:first + counts[self.rank]]
         return (batch.tolist() for batch in mine)
 
     def plan(self) -> np.ndarray:  # (B, P K) int32 dataset indices; works in 25 bytes an image
@@ -253,7 +258,7 @@ class PairSampler(GroupSampler):
         pairs: int,  # P, people in a batch over all processes, 1 or more
         seed: int = 0,  # 0 or more
         rank: int = 0,  # which process this is, 0..world_size - 1
-        world_size: int = 1,  # processes that share a batch; must divide P
+        world_size: int = 1,  # processes that share a batch, 1..P
     ):  # raises SamplerError, a ValueError, when no batch can be formed
         super().__init__(labels, pairs, 2, seed, rank, world_size)
         self.pairs = self.people

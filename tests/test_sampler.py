@@ -209,7 +209,7 @@ def test_too_many_images_for_32_bits():
 @pytest.mark.parametrize("arguments, message", [
     (dict(pairs=31), "pairs=31, but 30 people have two images or more; choose pairs in 1..30"),
     (dict(pairs=0), "pairs=0 must be 1 or more"), (dict(pairs=1.5), "pairs=1.5 must be a whole number"),
-    (dict(pairs=9, world_size=2), "pairs=9 must divide by world_size=2"),
+    (dict(pairs=2, world_size=3), "pairs=2 must be world_size=3 or more"),
     (dict(pairs=4, rank=2, world_size=2), "rank=2 lie in 0..1"), (dict(pairs=4, rank=-1), "rank=-1"),
     (dict(pairs=4, world_size=0), "world_size=0"), (dict(pairs=4, seed=-1), "seed=-1"),
     (dict(people=31, images=4), "people=31, but 30 people have 4 images or more; choose people in 1..30"),
