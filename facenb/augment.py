@@ -30,13 +30,14 @@ def patches(
     size: int,  # side of the images in pixels
     side: float,  # side of the squares as a share of it, 0..1
     generator: torch.Generator,  # on the CPU
+    own: slice = slice(None),  # the images that are wanted
 ) -> Tensor:  # (B, 1, size, size) bool, true inside the square; all false for half of the images
     "A random square inside each image"
     length = round(side * size)
-    corner = (torch.rand(2, images, 1, generator=generator) * (size - length + 1)).long()
+    corner = (torch.rand(2, images, 1, generator=generator) * (size - length + 1)).long()[:, own]
     pixel = torch.arange(size)
     inside = (pixel >= corner) & (pixel < corner + length)
-    chosen = torch.rand(images, generator=generator) < 0.5
+    chosen = torch.rand(images, generator=generator)[own] < 0.5
     return (inside[0][:, :, None] & inside[1][:, None, :] & chosen[:, None, None])[:, None]
 
 # %% ../nbs/09_augment.ipynb #32370d23
@@ -44,14 +45,17 @@ def augment(
     faces: Tensor,  # (B, 3, S, S) float in -1..1
     strength: float,  # 0 changes nothing, 1 is the demo's setting
     generator: torch.Generator,  # on the CPU
+    first: int = 0,  # where these faces begin in the batch of all processes
+    images: int | None = None,  # of the batch of all processes; None: these are all
 ) -> Tensor:  # (B, 3, S, S), same device
     "Randomly moved, mirrored, lit and partly hidden copies of the faces"
     if strength == 0:
         return faces
-    theta = motion(len(faces), strength, generator).to(faces)
+    images, own = len(faces) if images is None else images, slice(first, first + len(faces))
+    theta = motion(images, strength, generator)[own].to(faces)
     grid = F.affine_grid(theta, list(faces.shape), align_corners=False)
     moved = F.grid_sample(faces, grid, padding_mode="border", align_corners=False)
-    light = (2 * torch.rand(2, len(faces), 1, 1, 1, generator=generator) - 1).to(faces)
+    light = (2 * torch.rand(2, images, 1, 1, 1, generator=generator) - 1)[:, own].to(faces)
     lit = moved * (1 + 0.3 * strength * light[0]) + 0.25 * strength * light[1]
-    hidden = patches(len(faces), faces.shape[-1], min(0.5 * strength, 1), generator)
+    hidden = patches(images, faces.shape[-1], min(0.5 * strength, 1), generator, own)
     return lit.masked_fill(hidden.to(faces.device), 0)

@@ -92,7 +92,7 @@ class CoReFace(Loss):
 
     def compute(self, embeddings: Tensor, labels: Tensor):
         arcface, seen = self.arcface.compute(embeddings, labels)
-        arcface = rank_share(len(embeddings) // 2, self.group, self.counts) * arcface
+        share = rank_share(len(embeddings) // 2, self.group, self.counts)
         views = unit_norm(embeddings).chunk(2)
         first, second = [gather_rows(view, self.group, self.counts) for view in views]
         labels = all_rows(labels.chunk(2)[0], self.group, self.counts)
@@ -101,7 +101,7 @@ class CoReFace(Loss):
             self.lead.copy_(torch.where(ahead.isfinite(), ahead, self.lead))
         contrast = view_contrast(first, second, labels, self.arcface.scale, self.lead.clone())
         seen = {**seen, "margin_loss": arcface, "lead": self.lead.clone(), "negatives": negatives(labels)}
-        return arcface + self.hybrid_weight * contrast, seen
+        return share * arcface + self.hybrid_weight * contrast, seen
 
     def extra_repr(self) -> str:
         return f"hybrid_weight={self.hybrid_weight}, dropout={self.views[0]}"

@@ -13,18 +13,24 @@ from .gather import ContrastiveLoss, rank_share
 from .interface import Loss, check_range, register
 from .losses import InfoNCE
 from .margin import ArcFace, MarginHead
+from .sharded import ShardedHead
 
 # %% ../nbs/24_hybrid.ipynb #c5e82e85
 class Hybrid(Loss):
     "margin + hybrid_weight * contrastive"
 
-    def __init__(self, margin: MarginHead, contrastive: ContrastiveLoss, hybrid_weight: float = 0.5):
+    def __init__(
+        self,
+        margin: MarginHead | ShardedHead,
+        contrastive: ContrastiveLoss,
+        hybrid_weight: float = 0.5,  # lambda
+    ):
         super().__init__()
         check_range("hybrid_weight", hybrid_weight, 0)
         self.margin, self.contrastive, self.hybrid_weight = margin, contrastive, hybrid_weight
 
     def gather_over(self, group: ProcessGroup | None, counts: list[int] | None = None) -> "Hybrid":
-        "As `ContrastiveLoss.gather_over`; class centres meet own faces; the mean over ranks is the loss"
+        "As `ContrastiveLoss.gather_over`; centres of a plain head meet own faces; ranks have the mean"
         self.contrastive.gather_over(group, counts)
         return self
 
@@ -34,11 +40,13 @@ class Hybrid(Loss):
 
     def compute(self, embeddings: Tensor, labels: Tensor):
         margin, seen = self.margin.compute(embeddings, labels)
-        margin = rank_share(len(embeddings), self.contrastive.group, self.contrastive.counts) * margin
+        share = 1.0  # of a head that has met the faces of all ranks
+        if not isinstance(self.margin, ShardedHead):
+            share = rank_share(len(embeddings), self.contrastive.group, self.contrastive.counts)
         contrastive, also = self.contrastive.compute(embeddings, labels)
         also = {f"contrastive_{name}" if name in seen else name: value for name, value in also.items()}
         parts = {"margin_loss": margin, "contrastive_loss": contrastive}
-        return margin + self.hybrid_weight * contrastive, {**seen, **also, **parts}
+        return share * margin + self.hybrid_weight * contrastive, {**seen, **also, **parts}
 
     def extra_repr(self) -> str:
         return f"hybrid_weight={self.hybrid_weight}"
