@@ -31,13 +31,14 @@ class Progress(tqdm):
         label: str,
         **options,  # of tqdm
     ):
+        disable = options.pop("disable", False)
         self._handle = None
-        if in_notebook():
+        if in_notebook() and not disable:
             self._handle = display({"text/plain": label}, raw=True, display_id=True)
         self._log_every = float(os.environ.get("FACENB_LOG_EVERY") or 0)
         self._next_line = time.monotonic() + self._log_every
-        self._terminal = self._handle is None and sys.stderr.isatty()
-        shown = self._handle is not None or self._terminal or self._log_every
+        self._terminal = self._handle is None and sys.stderr.isatty() and not disable
+        shown = not disable and (self._handle is not None or self._terminal or self._log_every)
         super().__init__(total=total, desc=label, disable=not shown, ncols=120, mininterval=0.5,
                          file=sys.stderr if self._terminal else io.StringIO(), **options)
 
