@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['FILES', 'STANDARD', 'CFP_HELD_OUT', 'RunData', 'same_file', 'leave_out_known', 'load_benchmarks', 'in_folds',
-           'run_data']
+           'staged', 'run_data']
 
 # %% ../nbs/31_data.ipynb #c7c98dc1
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,8 +110,14 @@ def _cfp(folder: Path, names) -> RunData:
     return RunData(store, images, benchmarks, counts)
 
 # %% ../nbs/31_data.ipynb #5844a0d2
+def staged(path: Path) -> Path:
+    "A copy of a store on this node's own disk, where a batch script made one (FACENB_STAGED)"
+    copy = Path(os.environ.get("FACENB_STAGED") or path.parent) / path.name
+    return copy if copy.is_file() else path
+
+
 def _ms1m(folder: Path, names) -> RunData:
-    store = FaceStore(folder / "ms1m.lmdb")
+    store = FaceStore(staged(folder / "ms1m.lmdb"))
     benchmarks = load_benchmarks(names or STANDARD, folder)
     split = split_images(store.labels)
     images, counts = leave_out_known(store, split.train, benchmarks)
@@ -118,7 +125,8 @@ def _ms1m(folder: Path, names) -> RunData:
 
 
 def _own(source: str, folder: Path, names, failures: str) -> RunData:
-    store = open_faces(source, failures)
+    kind, _, path = source.partition(":")
+    store = open_faces(f"store:{staged(Path(path).expanduser())}" if kind == "store" else source, failures)
     if names:
         benchmarks = load_benchmarks(names, folder)
         images, counts = leave_out_known(store, np.arange(len(store)), benchmarks)

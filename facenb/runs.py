@@ -145,8 +145,8 @@ class Run:
             self.close()
             raise
         shutil.rmtree(self.staging, ignore_errors=True)
-        for left in self.folder.glob(".*.tmp"):  # by a process that was killed
-            left.unlink()
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed, or is just ending
+            left.unlink(missing_ok=True)
         self.staging.mkdir()
 
     def add(

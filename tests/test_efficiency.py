@@ -20,7 +20,7 @@ from facenb.interface import Loss, unit_norm
 from facenb.iresnet import IResNet
 from facenb.lora import set_training
 from facenb.losses import InfoNCE
-from facenb.loop import make_accelerator
+from facenb.processes import make_accelerator
 from facenb.mobilefacenet import MobileFaceNet
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)

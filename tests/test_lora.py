@@ -21,7 +21,7 @@ from transformers import (CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWith
 from facenb.backbones import Backbone, SmallFaceNet
 from facenb.lora import (AdapterError, AdapterWatch, adapter_files, adapter_tensors, adapters, describe_training, find_targets,
                          load_adapter, merge, save_adapter, set_training, trained_share)
-from facenb.loop import Recipe, build_optimizer
+from facenb.optimise import Recipe, build_optimizer
 from facenb.losses import info_nce
 from facenb.zoo import backbone_entry
 
