@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALIGNERS', 'SOURCES', 'DATA', 'prepare_ms1m', 'aligner', 'prepare_lfw', 'prepare_cfp', 'weights_source',
-           'prepare_weights', 'parser', 'prepare', 'report', 'main']
+           'prepare_weights', 'prepare_words', 'prepare', 'report', 'run_prepare']
 
 # %% ../nbs/32_prepare.ipynb #a6b93138
 import argparse
@@ -166,12 +166,10 @@ DATA = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    "The words of `facenb`"
-    top = argparse.ArgumentParser("facenb", description="Face verification in notebooks")
-    commands = top.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="make stores of downloads, fetch published weights")
-    data = prepare.add_subparsers(dest="data", required=True)
+def prepare_words(commands) -> None:  # of argparse
+    "Add `prepare` to the words of `facenb`"
+    words = commands.add_parser("prepare", help="make stores of downloads, fetch published weights")
+    data = words.add_subparsers(dest="data", required=True)
     for name, text in DATA.items():
         data.add_parser(name, help=text, description=text, parents=[_store_words()])
     weights = data.add_parser("weights", help="published weights of backbones, such as clip_vit_b32")
@@ -181,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     add("--revision", help="branch, tag or commit; else the newest")
     add("--check", action="store_true", help="compare the SHA-256 of what is there already")
     add("--force", action="store_true", help="fetch it again though it is there")
-    return top
+    words.set_defaults(run=run_prepare)
 
 
 def _store_words() -> argparse.ArgumentParser:
@@ -267,14 +265,10 @@ def report(store: FaceStore) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    "The console script `facenb`; returns the exit code"
-    options = parser().parse_args(arguments)
+def run_prepare(options: argparse.Namespace) -> int:  # exit code
+    "Carry out `facenb prepare` and say what is there now"
     try:
         print(prepare_weights(options) if options.data == "weights" else report(prepare(options)))
-    except (OSError, ValueError, ImportError) as error:
-        print(f"facenb: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("facenb: interrupted, nothing was written; the same command begins anew", file=sys.stderr)
         return 130

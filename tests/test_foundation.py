@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from facenb import published
 from facenb.backbones import BACKBONES
 from facenb.foundation import ActivationMismatch, ClipB32, DinoV2B14, SigLip2So400m
-from facenb.prepare import main
+from facenb.command import main
 from facenb.weights import WeightsError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -117,7 +117,7 @@ def saved(network, folder: Path) -> dict[str, bytes]:
 
 def command(data: Path, hub: Hub, *words: str) -> list:
     environment = os.environ | {"DATA_DIR": str(data), "HF_HOME": str(data.parent / "hf"), "HF_ENDPOINT": hub.url}
-    code = "import sys; from facenb.prepare import main; sys.exit(main())"
+    code = "import sys; from facenb.command import main; sys.exit(main())"
     return [[sys.executable, "-c", code, "prepare", "weights", *words], {"env": environment, "text": True}]
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT
 from facenb.records import write_records
 from facenb.store import FaceStore
 
-FACENB = [sys.executable, "-c", "import sys; from facenb.prepare import main; sys.exit(main())"]
+FACENB = [sys.executable, "-c", "import sys; from facenb.command import main; sys.exit(main())"]
 
 
 def prepare(*arguments, **options):
