@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import forked
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,9 +29,11 @@ def papermill(output: Path, *arguments: str, notebook: Path = ROOT / "nbs" / "tr
 SHORT = ["-p", "epochs", "1", "-p", "image_size", "24", "-p", "embedding_dim", "16"]
 
 
-def train(folder: Path, *arguments: str):
-    "A run of one epoch on small images; its output and what the process said"
+def train(folder: Path, *arguments: str, fresh: bool = False):
+    "A run of one epoch on small images; its output and what the process said. fresh: in a new interpreter with a kernel"
     folder.mkdir(parents=True, exist_ok=True)
-    done = papermill(folder / "out.ipynb", *SHORT, "-r", "runs", str(folder / "runs"), *arguments,
-                     capture_output=True, text=True, timeout=300)
-    return done
+    everything = [folder / "out.ipynb", *SHORT, "-r", "runs", str(folder / "runs"), *arguments]
+    if fresh:
+        return papermill(*everything, capture_output=True, text=True, timeout=300)
+    notebook = ROOT / "nbs" / "train.ipynb"
+    return forked.run("from forked import papermill; papermill()", notebook, *everything, "-k", "python3", "--no-progress-bar")

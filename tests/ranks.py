@@ -1,4 +1,5 @@
 """Several processes on this machine that talk through gloo, as ranks of a training would."""
+import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -7,11 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = ["facenb.train", "timm"]  # one server has them for the children of all tests
+
 
 def run_ranks(function, world: int, *arguments) -> list:
     "function(rank, group, *arguments) in `world` processes; what each returned (tensors, numbers, dicts of them)"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (function, world, folder, arguments), nprocs=world)
+        multiprocessing.set_forkserver_preload(PRELOAD)  # once for all ranks of all tests
+        mp.start_processes(_rank, (function, world, folder, arguments), nprocs=world, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -43,7 +43,7 @@ def stored_and_again(run, folder, image_size, flip):
 @pytest.mark.parametrize("more", [
     ["-p", "backbone", "iresnet18", "-p", "loss", "arcface", "-p", "image_size", "32"],
     ["-p", "backbone", "mobilefacenet", "-p", "image_size", "32", "-p", "checkpointing", "True", "-p", "channels_last", "True"],
-    ["-p", "backbone", "timm:vit_tiny_patch16_224", "-p", "train", "lora", "-p", "pairs", "10", "-p", "flip_test", "False"],
+    ["-p", "backbone", "timm:test_vit", "-p", "train", "lora", "-p", "pairs", "10", "-p", "flip_test", "False"],
     ["-p", "train", "frozen", "-p", "flip_test", "False"],
 ], ids=["iresnet18-arcface", "mobilefacenet-checkpointed", "timm-lora", "frozen"])
 def test_a_run_and_its_backbone_again(tmp_path, more):

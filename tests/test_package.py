@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,18 +59,12 @@ def test_every_notebook_of_the_layout_is_there():
             "41_verify", "50_plots", "51_main", "train", "index"} <= names
 
 
-@pytest.fixture(scope="module")
-def imported_alone():
-    "Every module in an interpreter of its own, two at a time"
-    def alone(module):
-        return subprocess.run([sys.executable, "-c", f"import facenb.{module}"], capture_output=True, text=True, cwd="/")
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MODULES, pool.map(alone, MODULES)))
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_alone(module, imported_alone):
-    assert imported_alone[module].returncode == 0, imported_alone[module].stderr
+def test_every_module_imports_alone():
+    done = subprocess.run([sys.executable, ROOT / "tests" / "alone.py"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    assert sorted(errors) == MODULES
+    assert not (failed := {module: error for module, error in errors.items() if error}), failed
 
 
 def test_modules_import_only_from_lower_numbers():

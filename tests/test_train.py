@@ -1,10 +1,8 @@
 """The training notebook as a user runs it: through papermill, in a process of its own."""
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import nbformat
 import numpy as np
@@ -14,7 +12,9 @@ import torch
 
 from conftest import ROOT, SHORT, papermill, train
 from facenb.zoo import build_backbone
-from facenb.loop import Recipe, fit, make_accelerator
+from facenb.loop import fit
+from facenb.optimise import Recipe
+from facenb.processes import make_accelerator
 from facenb.registry import LOSSES, build_loss, loss_settings
 from facenb.runs import file_hash, load_runs
 from facenb.sampler import PairSampler
@@ -24,7 +24,7 @@ from facenb.sampler import PairSampler
 def run(tmp_path_factory):
     "One short run with everything it leaves"
     folder = tmp_path_factory.mktemp("train")
-    done = train(folder, "-p", "loss", "infonce")
+    done = train(folder, "-p", "loss", "infonce", fresh=True)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -70,12 +70,12 @@ def weights(folder):
     return record["files"]["backbone.safetensors"]["sha256"]
 
 
-@pytest.mark.parametrize("loss", ["infonce", "hybrid"])
-def test_same_command_same_weights_other_seed_others(tmp_path, loss):
-    for name, seed in [("first", 0), ("again", 0), ("other", 1)]:
-        done = train(tmp_path / name, "-p", "loss", loss, "-p", "seed", str(seed))
+def test_same_command_same_weights_other_seed_others(run, tmp_path):
+    "In interpreters of their own; every loss does the same within one process, see below"
+    for name, seed, fresh in [("again", 0, True), ("other", 1, False)]:
+        done = train(tmp_path / name, "-p", "seed", str(seed), fresh=fresh)
         assert done.returncode == 0, done.stderr
-    assert weights(tmp_path / "first") == weights(tmp_path / "again") != weights(tmp_path / "other")
+    assert weights(run) == weights(tmp_path / "again") != weights(tmp_path / "other")
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -149,32 +149,6 @@ def test_taken_name_is_refused_and_kept(run):
     assert (run / "runs" / "demo-infonce-seed0" / "record.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
-def test_killed_run_leaves_no_record_and_can_be_repeated(tmp_path, stop):
-    options = ["-p", "epochs", "100000", "-p", "image_size", "24", "-r", "runs", str(tmp_path / "runs"), "-p", "name", "killed"]
-    child = papermill(tmp_path / "out.ipynb", *options, start=subprocess.Popen, stdout=subprocess.DEVNULL,
-                      stderr=subprocess.DEVNULL, start_new_session=True)
-    staging = tmp_path / "runs" / "killed" / ".staging"
-    wait_for(staging.exists)
-    time.sleep(2)
-    child.send_signal(stop)
-    assert child.wait(30) != 0
-    assert not list(tmp_path.rglob("record.json"))
-
-    def free():
-        return train(tmp_path, "-p", "name", "killed").returncode == 0
-    wait_for(free, seconds=120)  # the kernel notices that papermill is gone, and lets go of the folder
-    assert load_runs(tmp_path / "runs").name.tolist() == ["killed"]
-    assert not staging.exists()
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)
-
-
 def test_without_output_path_papermill_prints_the_notebook(tmp_path):
     done = subprocess.run([sys.executable, "-m", "papermill", "nbs/train.ipynb", "-p", "loss", "infonce", *SHORT,
                            "-r", "runs", str(tmp_path)], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -236,7 +210,7 @@ def test_trains_on_cfp_and_leaves_lfw_people_out(tmp_path):
     if not data:
         pytest.skip("FACENB_DATA is not set: it names the folder with faces/cfp.zip and faces/lfw.zip")
     for name in ("cfp", "lfw"):
-        subprocess.run([sys.executable, "-c", "import sys; from facenb.prepare import main; sys.exit(main())", "prepare",
+        subprocess.run([sys.executable, "-c", "import sys; from facenb.command import main; sys.exit(main())", "prepare",
                         name, "--source", f"{data}/faces/{name}.zip", "--out", str(tmp_path)], check=True, capture_output=True)
     done = papermill(tmp_path / "out.ipynb", *SHORT, "-p", "data", "cfp", "-p", "verify", "cfp_fp cfp_ff lfw", "-p", "pairs", "100",
                      "-r", "runs", str(tmp_path / "runs"), capture_output=True, text=True, timeout=300,
