@@ -186,6 +186,9 @@ class Training:
                 best = self.accelerator.unwrap_model(trainer.backbone)
                 best.load_state_dict(self.journal.best["weights"], strict=False)
             return self._end("done")
+        except Exception:
+            self._tell("failed")
+            raise
         finally:  # accelerate's mixed precision must not outlive training
             self.accelerator.unwrap_model(trainer.backbone, keep_fp32_wrapper=False)
 

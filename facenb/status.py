@@ -34,8 +34,8 @@ def state_of(
         return "queued" if job in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT") else "running"
     if held(folder):
         return "running"
-    if status.get("state") == "stopped":
-        return "stopped"
+    if status.get("state") in ("stopped", "failed"):
+        return {"stopped": "stopped", "failed": "broken"}[status["state"]]
     spoke = _number(status.get("time"))
     return "running" if spoke is not None and now - spoke < ALIVE else "broken"
 
