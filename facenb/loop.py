@@ -6,6 +6,7 @@
 __all__ = ['FREE', 'Keeper', 'read_world', 'Training', 'check_labels', 'fit']
 
 # %% ../nbs/30_loop.ipynb #8939fa55
+import fcntl
 import json
 import math
 import time
@@ -52,6 +53,26 @@ class Keeper:
         self.checkpoints = self.folder / "checkpoints"
         self.made_with = package_versions() | {"commit": git_state()["commit"]}
         self._saved, self._looked, self._told, self._stop = time.monotonic(), 0.0, 0.0, False
+        self._lock = None
+
+    def hold(self, seconds: float = 60.0) -> None:
+        "Wait for the processes of a killed start to end; CheckpointError when they do not"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock, end = open(self.folder / ".training", "w"), time.monotonic() + seconds
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise CheckpointError(f"another process still trains in {self.folder}; end it, or "
+                                          "choose another name (-p name NAME)") from error
+                time.sleep(0.2)
+
+    def release(self) -> None:
+        "Let others train here"
+        if self._lock and not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # loader processes may have a copy of it
+            self._lock.close()
 
     def wants(self) -> int:  # 0: go on, 1: save, 2: save and stop
         "Asked before each step ends; the disk is asked five times a second at most"
@@ -172,6 +193,8 @@ class Training:
         trainer = self.trainer
         trainer.backbone.train(), trainer.loss.train()
         try:
+            if self.keeper and self.accelerator.is_main_process:
+                self.keeper.hold()
             if self.keeper and (journal := self.keeper.restore(trainer, self.recipe.chunk)):
                 self.journal = journal
                 self._say(f"goes on at step {journal.step} of {self.steps}")
@@ -190,6 +213,8 @@ class Training:
             self._tell("failed")
             raise
         finally:  # accelerate's mixed precision must not outlive training
+            if self.keeper:
+                self.keeper.release()
             self.accelerator.unwrap_model(trainer.backbone, keep_fp32_wrapper=False)
 
     def epoch(self, loader: FaceLoader, bar: Progress) -> str | None:  # stopped, or None at its end
