@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .augment import augment
 from .cache import cached_backward
@@ -45,12 +46,15 @@ class Trainer:
     watch: AdapterWatch | None = None  # that adapters learn
     views: tuple[float, ...] = ()  # of the loss: dropout before the embedding layer, once a view
     batches: list[tuple[Tensor, dict]] = field(default_factory=list)  # of this step so far
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # running statistics, as they were
 
     def begin(self, rate: float) -> None:
         "Learning rate of the step, no gradients"
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
+        norms = [module for module in self.backbone.modules() if isinstance(module, _NormBase)]
+        self.before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
         self.batches = []
 
     def add(
@@ -93,8 +97,9 @@ class Trainer:
 
     def embed(self, pixels: Tensor, first: int, images: int) -> Tensor:
         "Move and light the faces at random, which begin at `first` of all images, and embed them"
+        strength = self.recipe.augment  # at full precision: bfloat16 would move faces by tenths of a pixel
+        faces = augment(normalise(pixels), strength, self.generator, first, images)
         with self.accelerator.autocast():
-            faces = augment(normalise(pixels), self.recipe.augment, self.generator, first, images)
             return self.backbone(faces, self.views) if self.views else self.backbone(faces)
 
     def embed_chunk(self, pixels: Tensor) -> Tensor:
@@ -147,6 +152,9 @@ class Trainer:
                 scale_down(module.parameters(), norm / scale, most)
         if finite or scaler:
             self.optimizer.step()
+        if not finite:  # or one bad batch would stay in the running statistics for ever
+            for buffer, was in self.before:
+                buffer.copy_(was)
 
     def step(
         self,
