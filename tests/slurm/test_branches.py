@@ -126,6 +126,15 @@ def test_requeued_when_the_time_is_nearly_over(place):
     assert end(queued(place))[0] == 0
 
 
+def test_only_the_own_task_of_an_array_is_requeued(place):
+    "One task has the number of the whole array, which would mean all of them"
+    process = queued(place, "-p", "act", "wait", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    until(lambda: (place / "runs" / "x-seed2" / "called.json").exists())
+    process.send_signal(signal.SIGUSR1)
+    end(process)
+    assert (place / "scontrol").read_text() == "requeue 7_2\n"
+
+
 def stopped_by_slurm(place: Path, name: str, *arguments: str) -> tuple[int, str]:
     "A start that is asked to stop while it trains"
     called = place / "runs" / name / "called.json"
