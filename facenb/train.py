@@ -7,11 +7,13 @@ __all__ = ['Experiment', 'train_here', 'Trained', 'train', 'read_trained', 'main
 
 # %% ../nbs/45_train.ipynb #80670045
 import argparse
+import hashlib
 import json
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -70,6 +72,11 @@ class Experiment:
         few = len(images) * p.image_size**2 * 3 < 2**30
         return FaceDataset(self.data.store, p.image_size, images, keep=few and p.workers == 0)
 
+    def training_set(self) -> str:  # 16 hexadecimal digits
+        "Hash of who trains: the images that are left when benchmarks are left out, and their labels"
+        parts = np.stack([self.data.images, self.faces.labels]).astype(np.int64)
+        return hashlib.sha256(parts.tobytes()).hexdigest()[:16]
+
     def pixels(self, benchmark: int):  # -> (N, 3, H, W) uint8
         "Images of a verification set"
         images_of, pairs = self.data.benchmarks[benchmark]
@@ -124,14 +131,14 @@ class Trained:
     @property
     def best(self) -> dict:  # epoch, score; empty: nothing was evaluated
         "The best epoch by `facenb.judge`"
-        return {key: value for key, value in self.journal.best.items() if key != "weights"}
+        return {key: value for key, value in self.journal.best.items() if key in ("epoch", "score")}
 
 
 def train(
     experiment: Experiment,
     folder: Path | str,  # of the run
     made_by: dict,  # parameters that a run which goes on must share
-    accelerator: Accelerator,  # of this process, which trains alone
+    accelerator: Accelerator | None = None,  # of this process, when it trains alone
 ) -> Trained:  # raises WorkerError with the traceback of a process that failed
     "Train in this process, or in as many as the experiment says"
     if experiment.world == 1:
