@@ -6,6 +6,7 @@
 __all__ = ['FREE', 'Keeper', 'read_world', 'Training', 'check_labels', 'fit']
 
 # %% ../nbs/30_loop.ipynb #8939fa55
+import errno
 import fcntl
 import json
 import math
@@ -51,7 +52,7 @@ class Keeper:
     ):
         self.folder, self.parameters, self.minutes = Path(folder), parameters, minutes
         self.checkpoints = self.folder / "checkpoints"
-        self.made_with = package_versions() | {"commit": git_state()["commit"]}
+        self.made_with = package_versions() | git_state()
         self._saved, self._looked, self._told, self._stop = time.monotonic(), 0.0, 0.0, False
         self._lock = None
 
@@ -62,7 +63,9 @@ class Keeper:
         while True:
             try:
                 return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK:
+                    return warnings.warn(f"{self.folder} cannot be locked: {error}; start no run twice")
                 if time.monotonic() > end:
                     raise CheckpointError(f"another process still trains in {self.folder}; end it, or "
                                           "choose another name (-p name NAME)") from error
@@ -86,7 +89,7 @@ class Keeper:
         accelerator = trainer.accelerator
         shared, own = take_state(trainer, journal)
         shared |= {"parameters": self.parameters, "made_with": self.made_with,
-                   "whole_loss": whole_state(trainer.loss) if ended else None}
+                   "whole_loss": journal.best.get("loss") or whole_state(trainer.loss) if ended else None}
         write_checkpoint(self.checkpoints, journal.step, shared, own, accelerator.process_index,
                          accelerator.num_processes, accelerator.wait_for_everyone)
         self._saved = time.monotonic()
@@ -165,6 +168,7 @@ class Training:
         self.loss = spread_loss(loss, group_of(accelerator), sampler.counts()).to(accelerator.device)
         self.steps, self.journal = recipe.all_steps(len(sampler)), Journal()
         prepared = accelerator.prepare(backbone, build_optimizer([backbone, self.loss], recipe))
+        accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # `Trainer.embed` chooses it
         sum_in_order(prepared[0], group_of(accelerator))  # a run that goes on must not add in another order
         watch = AdapterWatch(backbone) if backbone.training_mode == "lora" else None
         generator = torch.Generator().manual_seed(recipe.seed)
@@ -208,14 +212,15 @@ class Training:
             if self.keep == "best" and self.journal.best:
                 best = self.accelerator.unwrap_model(trainer.backbone)
                 best.load_state_dict(self.journal.best["weights"], strict=False)
+                if self.accelerator.num_processes == 1:  # else it is in parts, and whole in the checkpoint
+                    trainer.loss.load_state_dict(self.journal.best["loss"])
             return self._end("done")
         except Exception:
             self._tell("failed")
             raise
-        finally:  # accelerate's mixed precision must not outlive training
+        finally:
             if self.keeper:
                 self.keeper.release()
-            self.accelerator.unwrap_model(trainer.backbone, keep_fp32_wrapper=False)
 
     def epoch(self, loader: FaceLoader, bar: Progress) -> str | None:  # stopped, or None at its end
         "The batches of this epoch that are left"
@@ -284,8 +289,9 @@ class Training:
         if score < journal.best.get("score", math.inf):
             journal.best = {"epoch": journal.epoch, "score": score}
             if self.keep == "best":
-                journal.best["weights"] = {name: value.detach().cpu().clone()
-                                           for name, value in learned_state(backbone).items()}
+                copy = lambda state: {name: value.detach().cpu().clone() for name, value in state.items()}
+                journal.best["weights"] = copy(learned_state(backbone))
+                journal.best["loss"] = copy(whole_state(self.loss))
 
     def _check_steps(self, rate: float) -> None:
         journal = self.journal
