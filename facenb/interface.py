@@ -51,7 +51,7 @@ class Loss(nn.Module):
             z = full_precision(embeddings)
             loss, seen = self.compute(z, labels)
             seen = {**seen, "zeros": (z.detach().norm(dim=-1) == 0).sum()}
-        return loss, {name: torch.as_tensor(value).detach() for name, value in seen.items()}
+        return loss, {name: torch.as_tensor(value, device=z.device).detach() for name, value in seen.items()}
 
     def check(self, embeddings: Tensor, labels: Tensor) -> None:
         "ValueError for labels this loss cannot use; called before they travel to a GPU"

@@ -7,6 +7,7 @@ __all__ = ['make_accelerator', 'group_of', 'sum_in_order', 'OwnFaces', 'shareabl
            'whole_name', 'whole_state', 'process_bound', 'draws']
 
 # %% ../nbs/28c_processes.ipynb #99f006d3
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,11 +36,20 @@ def make_accelerator(
     threads: int = 2,  # CPU threads of torch
     world: int = 1,  # processes there should be
     logs: Path | None = None,  # folder for TensorBoard; None: no logs
-) -> Accelerator:  # raises ValueError for fp16 without a GPU, RuntimeError for another number of processes
+) -> Accelerator:  # raises ValueError without the GPUs it takes, RuntimeError for other processes
     "Seed everything and choose device and precision"
     cpu = device == "cpu" or not torch.cuda.is_available()
     if cpu and precision == "fp16":
         raise ValueError("precision=fp16 needs a GPU; choose fp32 or bf16")
+    given, here = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if device != "cpu" and given and cpu:
+        raise ValueError(f"Slurm gave {given} GPUs and torch sees none: is its build for CPUs, or the "
+                         "driver too old? choose device=cpu to train without")
+    if not cpu and here > torch.cuda.device_count():
+        raise ValueError(f"processes={here}, but this node has {torch.cuda.device_count()} GPUs; "
+                         "each process needs one")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or its products differ from run to run
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every entry is written anyway
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     set_seed(seed)

@@ -8,6 +8,7 @@ __all__ = ['ROOT', 'PUBLISHED', 'REFERENCE', 'FIGURES', 'CODE', 'PACKAGES', 'RES
            'make_record', 'file_hash', 'read_record', 'load_runs']
 
 # %% ../nbs/00_runs.ipynb #3cf721b0
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -225,6 +227,9 @@ def _lock(folder: Path):
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno != errno.EWOULDBLOCK:
+            warnings.warn(f"{folder} cannot be locked here ({error.strerror}): start no run twice")
+            return handle
         handle.close()
         raise BlockingIOError(f"another process is writing {folder}; wait for it, or choose "
                               "another name (-p name NAME)") from error
