@@ -6,13 +6,14 @@
 __all__ = ['SURPRISES', 'ELSEWHERE', 'NOT_COMPARED', 'SCRIPT', 'NOISE', 'OURS', 'SubmitError', 'notebook_defaults', 'read_yaml',
            'read_word', 'papermill_words', 'Experiment', 'read_experiment', 'read_seeds', 'show_seeds', 'missing',
            'queue', 'read_json', 'held', 'other_parameters', 'obstacles', 'requested', 'resources', 'sbatch_command',
-           'environment', 'shell_line', 'call_sbatch', 'send', 'local_command', 'follow', 'run_local', 'run_all',
-           'submit_words', 'read_experiments', 'refuse_options', 'submit', 'not_yet', 'show', 'hand_over']
+           'environment', 'shell_line', 'call_sbatch', 'as_submitted', 'send', 'local_command', 'follow', 'run_local',
+           'run_all', 'submit_words', 'read_experiments', 'refuse_options', 'submit', 'not_yet', 'show', 'hand_over']
 
 # %% ../nbs/46_submit.ipynb #2c3c369d
 import argparse
 import ast
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -364,10 +365,16 @@ def call_sbatch(experiment: Experiment, command: list[str], *words: str) -> str:
     return (done.stdout + done.stderr).strip()  # a test speaks on stderr
 
 
+def as_submitted(experiment: Experiment) -> Experiment:
+    "The same from a copy of its file, so that edits while the job waits do not change what it runs"
+    content = experiment.file.read_bytes()
+    folder = data_dir() / "logs" / hashlib.sha256(content).hexdigest()[:12]
+    return replace(experiment, file=atomic_write(folder / experiment.file.name, content))
+
+
 def send(experiment: Experiment, seeds: list[int], more: list[str]) -> str:  # the report
     "Submit, and leave `job.json` in the folders of the runs"
-    command = sbatch_command(experiment, seeds, more)
-    (data_dir() / "logs").mkdir(parents=True, exist_ok=True)
+    command = sbatch_command(as_submitted(experiment), seeds, more)
     job = call_sbatch(experiment, command, "--parsable").splitlines()[0].split(";")[0]
     lines = [f"{experiment.file}: job {job}"]
     for seed in seeds:

@@ -100,7 +100,10 @@ def test_submits_one_array_a_file(slurm, facenb, monkeypatch):
     assert first[0] == "name=" and "--array=0-2,5" in first and "--job-name=demo_infonce" in first and "--account=def-you" in first
     assert f"--output={slurm}/data/logs/demo_infonce-%A_%a.log" in first and (slurm / "data" / "logs").is_dir()
     assert "--gpus-per-node=0" in first and first.index("--time=0:30:00") < first.index("slurm/train.sbatch")
-    assert first[first.index("slurm/train.sbatch") + 1:] == ["slurm/demo_infonce.yaml", "-p", "lr", "0.01", "-r", "verify"]  # and ""
+    copy, *words = first[first.index("slurm/train.sbatch") + 1:]
+    assert words == ["-p", "lr", "0.01", "-r", "verify"]  # and ""
+    assert copy.endswith("/demo_infonce.yaml") and Path(copy).is_relative_to(slurm / "data" / "logs")  # edits come too late
+    assert Path(copy).read_bytes() == (ROOT / "slurm" / "demo_infonce.yaml").read_bytes()
     runs = slurm / "data" / "runs"
     note = json.loads((runs / "demo_arcface-seed5" / "job.json").read_text())
     assert note == {"job": "102_5", "log": f"{slurm}/data/logs/demo_arcface-102_5.log", "file": "slurm/demo_arcface.yaml"}
