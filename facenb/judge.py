@@ -49,14 +49,17 @@ def embed_over(
 # %% ../nbs/43_judge.ipynb #bc43e448
 def judge(
     backbone: nn.Module,
-    benchmarks: list[tuple[Tensor, PairSet]],  # pixels (N, 3, H, W) uint8 of the images of each set
+    benchmarks: list[tuple[Tensor, list[tuple[PairSet, np.ndarray]]]],  # pixels (N, 3, H, W) uint8;
+    # the sets that use them, with the rows of their images, see `facenb.data.by_store`
     flip: bool = True,  # add the mirror image
     group: dist.ProcessGroup | None = None,  # all its ranks must ask
 ) -> tuple[list[dict], float]:  # a row a set: benchmark and its metrics; the criterion, 0..1
     "Verify a network on all sets"
     rows = []
-    for pixels, pairs in benchmarks:
-        scores = similarities(embed_over(backbone, pixels, flip, group), pairs)
-        result = verify(scores, pairs.same, pairs.fold, lost=pairs.lost[:, 0])
-        rows.append({"benchmark": pairs.name, **metrics(result)})
+    for pixels, sets in benchmarks:
+        embeddings = embed_over(backbone, pixels, flip, group)
+        for pairs, of_set in sets:
+            scores = similarities(embeddings[of_set], pairs)
+            result = verify(scores, pairs.same, pairs.fold, lost=pairs.lost[:, 0])
+            rows.append({"benchmark": pairs.name, **metrics(result)})
     return rows, float(np.mean([row["eer"] for row in rows]))

@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 
 from .backbones import Backbone
 from .checkpoint import newest_checkpoint, read_checkpoint
-from .data import run_data
+from .data import SharedImages, by_store, run_data
 from .efficiency import make_efficient
 from .faces import FaceDataset
 from .interface import Loss
@@ -77,10 +77,14 @@ class Experiment:
         parts = np.stack([self.data.images, self.faces.labels]).astype(np.int64)
         return hashlib.sha256(parts.tobytes()).hexdigest()[:16]
 
-    def pixels(self, benchmark: int):  # -> (N, 3, H, W) uint8
-        "Images of a verification set"
-        images_of, pairs = self.data.benchmarks[benchmark]
-        return FaceDataset(images_of, self.p.image_size, pairs.images).all_pixels()
+    @cached_property
+    def verified(self) -> list[SharedImages]:
+        "Verification sets, those over one store together"
+        return by_store(self.data.benchmarks)
+
+    def pixels(self, shared: SharedImages):  # -> (N, 3, H, W) uint8
+        "Images of verification sets over one store, each once"
+        return FaceDataset(shared.store, self.p.image_size, shared.images).all_pixels()
 
     def sampler(self, rank: int = 0) -> PairSampler:
         "Batches, and the part of one process in them"
@@ -108,7 +112,7 @@ def train_here(
     criterion = experiment.loss(network.embedding_dim)
     evaluate = None
     if p.evaluate_every:
-        sets = [(experiment.pixels(i), pairs) for i, (_, pairs) in enumerate(experiment.data.benchmarks)]
+        sets = [(experiment.pixels(shared), shared.sets) for shared in experiment.verified]
         evaluate = partial(judge, benchmarks=sets, flip=p.flip_test, group=group_of(accelerator))
     training = Training(network, criterion, experiment.faces, experiment.sampler(accelerator.process_index),
                         experiment.recipe(), accelerator, p.workers, Keeper(folder, made_by, p.checkpoint),

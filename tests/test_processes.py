@@ -237,25 +237,26 @@ def stops(folder: Path, world: int, rank: int) -> dict:
 # judging, progress, batches
 
 def pictures(folder: Path):
-    "All 400 faces and all their pairs"
+    "All 400 faces, and all their pairs as a set that uses them"
     store = demo_store(folder / "demo.lmdb")
-    return FaceDataset(store, SIZE).all_pixels(), all_pairs(store.labels, np.arange(len(store)), "all")
+    everything = np.arange(len(store))
+    return FaceDataset(store, SIZE).all_pixels(), [(all_pairs(store.labels, everything, "all"), everything)]
 
 
 def judged(folder: Path, group) -> dict:
-    pixels, pairs = pictures(folder)
+    pixels, sets = pictures(folder)
     torch.manual_seed(5)
     network = build_backbone("small", SIZE, DIM)
-    rows, score = judge(network, [(pixels, pairs)], group=group)
+    rows, score = judge(network, [(pixels, sets)], group=group)
     few = [torch.from_numpy(embed_over(network, pixels[:n], True, group, 16)) for n in (1, 16, 17, 100)]
     return {"rows": rows, "score": score, "embeddings": few}
 
 
 def judged_in_training(folder: Path, world: int) -> dict:
     "Batch statistics, of which each rank has its own"
-    pixels, pairs = pictures(folder)
+    pixels, sets = pictures(folder)
     of = begin(folder, world, network=partial(build_backbone, "small", SIZE, DIM), dtype=torch.float32, evaluate_every=1)
-    of.evaluate = partial(judge, benchmarks=[(pixels, pairs)], group=group_of(of.accelerator))
+    of.evaluate = partial(judge, benchmarks=[(pixels, sets)], group=group_of(of.accelerator))
     of.run()
     return result(of) | {"eer": of.evaluations.eer.tolist()}
 

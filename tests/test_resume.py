@@ -81,11 +81,11 @@ def leave(folder: Path, trained, of: Experiment) -> None:
     made.mkdir()
     save_trained(trained.network, made)
     save_file({key: value.contiguous() for key, value in trained.criterion.state_dict().items()}, made / "loss.safetensors")
-    save_file({"embeddings": torch.from_numpy(embed(trained.network, of.pixels(0))), "images": torch.from_numpy(pairs.images)},
+    save_file({"embeddings": torch.from_numpy(embed(trained.network, of.pixels(of.verified[0]))), "images": torch.from_numpy(pairs.images)},
               made / "embeddings.safetensors")
     for name in ("history", "evaluations"):
         (made / f"{name}.csv").write_text(getattr(trained, name).to_csv(index=False))
-    sets = [(of.pixels(number), pairs) for number, (_, pairs) in enumerate(of.data.benchmarks)]
+    sets = [(of.pixels(shared), shared.sets) for shared in of.verified]
     result = {"state": trained.state, "score": judge(trained.network, sets)[1], "best": trained.best,
               "files": {path.name: file_hash(path) for path in made.iterdir()}}
     (folder / ".result").write_text(json.dumps(result))
