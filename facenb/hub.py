@@ -28,7 +28,8 @@ from .weights import load_weights
 BASELINES = {"pixels_": "raw pixels", "pca_": "PCA-whitened pixels"}  # they tell nothing about the model
 COLUMNS = {"accuracy_best": "accuracy, best threshold", "accuracy_at_far": "accuracy at FAR <= 1e-3",
            "tar_at_far_0.1": "TAR at FAR 1e-1", "tar_at_far_0.01": "TAR at FAR 1e-2",
-           "tar_at_far_0.001": "TAR at FAR 1e-3", "eer": "EER", "auc": "AUC"}
+           "tar_at_far_0.001": "TAR at FAR 1e-3", "tar_at_far_0.0001": "TAR at FAR 1e-4",
+           "eer": "EER", "auc": "AUC"}
 
 
 def benchmark_metrics(

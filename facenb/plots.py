@@ -60,7 +60,8 @@ def verification_table(
     rows = {name: {
         "accuracy, best threshold": _spread(result.accuracy_best),
         f"accuracy, threshold for FAR <= {result.far:g}": _spread(result.accuracy_at_far),
-        **{f"TAR at FAR {far:g}": f"{result.tar[far]:.3f}" for far in (1e-2, 1e-3)},
+        **{f"TAR at FAR {point.target:g}": f"{point.tar:.3f}" if point.resolved else "too few pairs"
+           for point in result.points if point.target in (1e-2, 1e-3)},
         "EER": f"{result.eer:.3f}",
         "AUC": f"{result.auc:.3f}",
         **({f"best threshold, {result.lost} lost pairs as errors": _spread(result.accuracy_best_asked)}
