@@ -35,5 +35,15 @@ def train(folder: Path, *arguments: str, fresh: bool = False):
     everything = [folder / "out.ipynb", *SHORT, "-r", "runs", str(folder / "runs"), *arguments]
     if fresh:
         return papermill(*everything, capture_output=True, text=True, timeout=300)
-    notebook = ROOT / "nbs" / "train.ipynb"
-    return forked.run("from forked import papermill; papermill()", notebook, *everything, "-k", "python3", "--no-progress-bar")
+    return forked_papermill("train", *everything)
+
+
+def evaluate(folder: Path, *arguments: str):
+    "`evaluate.ipynb` with few replicates; its output and what the process said"
+    folder.mkdir(parents=True, exist_ok=True)
+    return forked_papermill("evaluate", folder / "out.ipynb", "-r", "runs", str(folder / "runs"), "-p", "replicates", "100", *arguments)
+
+
+def forked_papermill(notebook: str, *arguments):
+    path = ROOT / "nbs" / f"{notebook}.ipynb"
+    return forked.run("from forked import papermill; papermill()", path, *arguments, "-k", "python3", "--no-progress-bar")

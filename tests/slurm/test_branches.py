@@ -239,17 +239,27 @@ def test_stages_what_is_given_and_goes_on_without(place):
     assert code == 0 and "could not be copied" in output and called(place, "b")["staged"] is None
 
 
-def test_evaluation_takes_the_weights_of_the_run(place):
+def test_evaluation_judges_the_run_of_the_file(place):
     script = ROOT / "slurm" / "evaluate.sbatch"
+    (place / "x.yaml").write_text("data: 'store:/my faces.lmdb'\nflip_test: false\ndevice: cpu\n")
     code, output = end(start(place, "-r", "verify", "lfw agedb_30", script=script, SLURM_ARRAY_TASK_ID="1"))
-    assert code == 2 and "no weights" in output
-    weights = place / "runs" / "x-seed1" / "backbone.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.touch()
+    assert code == 2 and "no finished run" in output
+    run = place / "runs" / "x-seed1"
+    run.mkdir(parents=True)
+    (run / "record.json").touch()
     code, output = end(start(place, "-r", "verify", "lfw agedb_30", script=script, SLURM_ARRAY_TASK_ID="1"))
     assert code == 0, output
-    given = called(place, "x-seed1-frozen-lfw-agedb_30")["given"]
-    assert given.items() >= {"train": "frozen", "weights": str(weights), "processes": "1", "seed": "1"}.items()
+    call = called(place, "evaluate-x-seed1-lfw-agedb_30")
+    assert call["words"][0] == "nbs/evaluate.ipynb"
+    assert call["given"] == {"model": str(run), "verify": "lfw agedb_30", "data": "store:/my faces.lmdb", "flip_test": "False",
+                             "device": "cpu", "seed": "1", "name": "evaluate-x-seed1-lfw-agedb_30", "runs": str(place / "runs")}
+
+
+def test_evaluation_judges_any_other_model(place):
+    code, output = end(start(place, "-r", "model", "/models/b.onnx", "-p", "centers", "False", script=ROOT / "slurm" / "evaluate.sbatch"))
+    assert code == 0, output
+    given = called(place, "evaluate-b.onnx")["given"]
+    assert given["model"] == "/models/b.onnx" and given["centers"] == "False" and "data" not in given
 
 
 def test_a_wrong_file_or_folder_is_named(place):
