@@ -1,12 +1,12 @@
 # make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
 # make test   runs every notebook and the tests
-# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make speed  times data path, losses and networks (half an hour)
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make studies  those of single questions (half an hour);  make speed  times data path, losses and networks (half an hour)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train test lab paper speed published export
+.PHONY: help train test lab paper speed published studies export
 
 LOSS ?= infonce
 DATA ?= demo
@@ -79,6 +79,17 @@ speed: $(READY)
 published: $(READY)
 	for loss in $$($(BIN)/python -c "from facenb.registry import LOSSES; print(*LOSSES)"); do for seed in 0 1 2; do \
 	  $(MAKE) --no-print-directory train LOSS=$$loss SEED=$$seed RUNS="$(CURDIR)/data/runs/published"; done; done
+
+# The runs behind the stories of one question each: batch size, and evaluations of the published runs' weights.
+studies: $(READY)
+	for loss in infonce arcface; do for seed in 0 1 2; do for size in "15 0.01" "10 0.006667" "5 0.003333"; do set -- $$size; \
+	  $(MAKE) --no-print-directory train LOSS=$$loss SEED=$$seed NAME=demo-$$loss-b$$1-seed$$seed \
+	    ARGS="-p pairs $$1 -p lr $$2" RUNS="$(CURDIR)/data/runs/studies/batch_size"; done; done; done
+	for loss in arcface hybrid infonce; do for seed in 0 1 2; do of=data/runs/published/demo-$$loss-seed$$seed; \
+	  [ -e $$of/backbone.safetensors ] || $(MAKE) --no-print-directory train LOSS=$$loss SEED=$$seed RUNS="$(CURDIR)/data/runs/published"; \
+	  compare=; [ $$loss = arcface ] || compare="-r compare data/runs/published/demo-arcface-seed$$seed"; \
+	  $(BIN)/python -m papermill nbs/evaluate.ipynb data/runs/studies/.out.ipynb -k python3 --no-progress-bar \
+	    -r model $$of $$compare -r runs data/runs/studies/evaluations < /dev/null; done; done
 
 # After editing notebooks: write the package, tidy the notebooks, write README.
 export: $(READY)
