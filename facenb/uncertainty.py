@@ -12,7 +12,7 @@ __all__ = ['STATISTICS', 'FEW', 'UncertaintyError', 'Interval', 'wilson', 'Ranki
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -100,11 +100,12 @@ class Statistic:
     residual: np.ndarray  # (M,) what each pair adds to estimate - truth, to first order
     counted: np.ndarray  # (M,) bool: the pairs whose share it is
     impostors: float = math.inf  # accepted impostors that its threshold rests on, if it does
+    best: bool = False  # its threshold is the best of many
 
     def __sub__(self, other: "Statistic") -> "Statistic":
         return Statistic(lambda weights: self.value(weights) - other.value(weights),
                          self.residual - other.residual, self.counted,
-                         min(self.impostors, other.impostors))
+                         min(self.impostors, other.impostors), self.best)
 
 
 def _auc(ranking: Ranking) -> Statistic:
@@ -139,6 +140,9 @@ def _slope(ranking: Ranking, far: float) -> float:  # dTAR / dFAR
 
 
 def _tar_at_far(ranking: Ranking, far: float) -> Statistic:
+    if not 0 <= far <= 1:
+        raise UncertaintyError(f"tar_at_far_{far:g}: a FAR lies in 0..1")
+
     def rival(different):  # step of the best impostor that must stay out
         return int(np.searchsorted(different, far * different[-1] + 1e-9, side="right"))
 
@@ -198,7 +202,7 @@ def _accuracy_best(ranking: Ranking) -> Statistic:
         right[~possible] = -np.inf
         return right.shape[1] - 1 - np.argmax(right[:, ::-1], axis=1)  # the lowest of the best
 
-    return _share_right(ranking, cuts)
+    return replace(_share_right(ranking, cuts), best=True)
 
 # %% ../nbs/41a_uncertainty.ipynb #6dce7955
 def _accuracy_at_far(ranking: Ranking, far: float = 1e-3) -> Statistic:
@@ -322,6 +326,8 @@ def _spread(
         linear[number] = parts @ weights @ (counts / (kinds @ weights))
     spread = linear.std(ddof=1)
     sd = values.std(ddof=1) * (drawing.sd / spread if spread > 0 else 1.0)
+    if one.best:
+        sd = math.sqrt((sd ** 2 + drawing.sd ** 2) / 2)
     return values, float(sd), drawing.freedom
 
 # %% ../nbs/41a_uncertainty.ipynb #eba96f53
@@ -341,7 +347,9 @@ def _interval(
                                                     "trials: no replicate differed")
     reach = student.ppf((1 + level) / 2, freedom)
     if one.impostors < FEW:
-        return _percentiles(one, values, reach, estimate, level, people)
+        low, high = _percentiles(values, estimate, reach, reach * sd)
+        return Interval(estimate, max(low, 0.0), max(high, estimate), level,
+                        _on_few(one, people, replicates))
     ends = logit(estimate) + np.array([-reach, reach]) * sd / (estimate * (1 - estimate))
     low, high = expit(ends)
     return Interval(estimate, float(low), float(high), level,
@@ -355,11 +363,15 @@ def _method(people: People, replicates: int) -> str:
 FEW = 10  # impostors
 
 
-def _percentiles(one, values, reach, estimate, level, people) -> Interval:
+def _percentiles(values, estimate, reach, half) -> tuple[float, float]:
+    "Moved out to Student's reach; the lower end is at least half an interval below the estimate"
     low, high = np.quantile(values, norm.cdf([-reach, reach]))
-    return Interval(estimate, float(min(low, estimate)), float(max(high, estimate)), level,
-                    f"{_method(people, len(values))}, percentiles, for the threshold rests on "
-                    f"{math.floor(one.impostors + 1e-9)} impostors")
+    return float(max(min(low, estimate - half), -1)), float(high)
+
+
+def _on_few(one: Statistic, people: People, replicates: int) -> str:
+    return (f"{_method(people, replicates)}, percentiles, for the threshold rests on "
+            f"{math.floor(one.impostors + 1e-9)} impostors")
 
 # %% ../nbs/41a_uncertainty.ipynb #298cfe5b
 def intervals(
@@ -549,9 +561,11 @@ def _difference(first, second, people, level, replicates, rng) -> Interval:
     one, ones = first - second, np.ones(len(people.same))
     estimate, (values, sd, freedom) = one.value(ones), _spread(one, people, replicates, rng)
     reach, method = student.ppf((1 + level) / 2, freedom), _method(people, replicates)
-    if sd >= 1e-12 and one.impostors < FEW:
-        return _percentiles(one, values, reach, estimate, level, people)
     half = reach * sd
+    if sd >= 1e-12 and one.impostors < FEW:
+        low, _ = _percentiles(values, estimate, reach, half)
+        high, _ = _percentiles(-values, -estimate, reach, half)
+        return Interval(estimate, low, -high, level, _on_few(one, people, replicates))
     if sd < 1e-12:
         half = wilson(0, people.count, level)[1] if np.any(one.residual) else 0.0
         method = (f"Wilson, as if {people.count} people were as many trials: no replicate differed"

@@ -25,12 +25,22 @@ def few(rng):
     return folds_design(rng, 20, 100)
 
 
-@pytest.mark.parametrize("seed, decimals", [(0, 9), (1, 2), (2, 1)])
+@pytest.mark.parametrize("seed, decimals", [(0, 9), (1, 2), (2, 1), *((seed, 9) for seed in range(3, 12))])
 def test_estimates_are_those_of_verify(seed, decimals):
     scores, same, fold, *people = data(people=12, pairs=60, seed=seed)
     scores = scores.round(decimals)
     found, wanted = intervals(scores, same, fold, *people, replicates=20), metrics(verify(scores, same, fold))
     assert {name: one.estimate for name, one in found.items()} == pytest.approx({name: wanted[name] for name in STATISTICS}, abs=1e-12)
+
+
+def test_a_promise_that_is_a_whole_number_of_impostors():
+    "FAR 1e-3 of 1,000 impostors on the other folds accepts one"
+    rng, same = np.random.default_rng(0), np.tile(np.arange(2000) < 1000, 3)
+    scores, fold = rng.normal(size=6000) + 3 * same, np.repeat(np.arange(3), 2000)
+    scores, same, fold = (np.r_[part[same], part[~same][:1500]] for part in (scores, same, fold))
+    fold[~same] = np.arange(1500) % 3
+    found = statistic("accuracy_at_far", Ranking(scores, same, fold)).value(np.ones(len(same)))
+    assert found == pytest.approx(verify(scores, same, fold).accuracy_at_far.mean, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -113,6 +123,8 @@ def test_compare_is_antisymmetric_and_narrower_than_its_parts():
     (one, two), *pairs = data(models=2)
     there, back = (compare(*both, *pairs, ["auc", "eer"], replicates=60) for both in ((one, two), (two, one)))
     alone = intervals(one, *pairs, ["auc", "eer"], replicates=60)
+    parts = [statistic("auc", Ranking(scores, *pairs[:2])) for scores in (one, two)]
+    assert ((parts[0] - parts[1]).residual == parts[0].residual - parts[1].residual).all()
     for name in there:
         assert (there[name].low, there[name].high) == pytest.approx((-back[name].high, -back[name].low))
         assert there[name].high - there[name].low < alone[name].high - alone[name].low
@@ -185,4 +197,4 @@ def test_one_impostor_far_above_the_rest():
     scores[np.flatnonzero(~same)[0]] = 0.5  # above most same pairs
     found = intervals(scores, same, fold, *people, ["tar_at_far_0.001"], replicates=400)["tar_at_far_0.001"]
     least, most = (np.mean(scores[same] > np.sort(scores[~same])[-rank]) for rank in (1, 40))
-    assert least - 0.05 < found.low < least + 0.1 and found.high < most and "rests on 3 impostors" in found.method
+    assert least - 0.05 < found.low < least + 0.1 and found.estimate + 0.01 < found.high < most and "rests on 3 impostors" in found.method
