@@ -17,8 +17,8 @@ import seaborn as sns
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from scipy.special import betaincinv
-from scipy.stats import binomtest
 
+from .dyads import design_effect, rate_interval
 from .verify import (accepts, check_cosines, check_pairs, far_threshold, l2_from_cosine,
                            most_accepted, squared_l2_from_cosine)
 
@@ -169,8 +169,9 @@ def transfer(
     name: str = "test",  # what to call the other set
     level: float = 0.95,  # of the intervals
     cosine: bool = True,  # are the scores cosines? Then they are checked, and L2 thresholds told
+    people: tuple | None = None,  # (M,) and (M,) who the images show; None: pairs count as independent
 ) -> dict:  # one row; rates in 0..1; ValueError names rows that are wrong
-    "FAR and TAR of a calibrated threshold on another set, with intervals"
+    "FAR and TAR of a calibrated threshold on another set, with intervals over people"
     similarity, same = check_pairs(similarity, same)
     if cosine:
         check_cosines(similarity)
@@ -179,24 +180,26 @@ def transfer(
                    for convert in (l2_from_cosine, squared_l2_from_cosine))
     row = {"calibrated_on": c.source, "tested_on": name, "target_far": c.target, "safe": c.safe,
            "threshold": c.threshold, "threshold_l2": l2, "threshold_squared_l2": squared,
-           **_rate("far", accepted[~same], level), **_rate("tar", accepted[same], level)}
+           **_rate("far", accepted, ~same, level, people),
+           **_rate("tar", accepted, same, level, people), "over_people": people is not None}
     kept = "kept" if row["far_high"] <= c.target else "undecided"
     return row | {"promise": "broken" if row["far_low"] > c.target else kept}
 
 # %% ../nbs/41b_transfer.ipynb #b77f80df
-def _rate(name: str, accepted: np.ndarray, level: float) -> dict:
-    count, pairs = int(accepted.sum()), len(accepted)
-    low, high = _wilson(count, pairs, level)
-    return {f"{name}_accepted": count, f"{name}_pairs": pairs, name: count / pairs,
-            f"{name}_low": low, f"{name}_high": high}
-
-
-def _wilson(successes: int, trials: int, level: float) -> tuple[float, float]:
-    "Interval of a share (Wilson 1927); it holds near 0 and 1, where the plain one is empty"
+def _rate(name: str, accepted: np.ndarray, kind: np.ndarray, level: float, people) -> dict:
+    "Share of one kind of pairs that is accepted; pairs that share people count for fewer"
     if not 0 < level < 1:
         raise TransferError(f"level={level} must lie inside 0..1")
-    interval = binomtest(successes, trials).proportion_ci(level, method="wilson")
-    return float(interval.low), float(interval.high)
+    count, pairs, design = int(accepted[kind].sum()), int(kind.sum()), 1.0
+    if people is not None:
+        sides = [np.asarray(side) for side in people]
+        if any(side.shape != kind.shape for side in sides):
+            raise TransferError(f"people need one entry a pair on each side, {len(kind)}; got shapes "
+                                f"{[side.shape for side in sides]}")
+        design = design_effect(accepted[kind] - count / pairs, *(side[kind] for side in sides), level=level)
+    _, low, high = rate_interval(count, pairs, design, level)
+    return {f"{name}_accepted": count, f"{name}_pairs": pairs, name: count / pairs,
+            f"{name}_low": low, f"{name}_high": high}
 
 # %% ../nbs/41b_transfer.ipynb #57a650c8
 def transfer_table(
@@ -205,6 +208,7 @@ def transfer_table(
     safe: bool = False,  # as for `calibrate`
     level: float = 0.95,  # of safe thresholds and of intervals
     cosine: bool = True,  # are the scores cosines?
+    people: dict[str, tuple] | None = None,  # name: (M,) and (M,) who the images show; None: unknown
 ) -> pd.DataFrame:  # columns of `transfer`, and own_set: bool; own sets promise "own set"
     "Thresholds of all sets on all sets"
     checked = {name: check_pairs(*pairs) for name, pairs in sets.items()}
@@ -212,7 +216,8 @@ def transfer_table(
     for source, (similarity, same) in checked.items():
         chosen = calibrate(similarity[~same], far, source, safe, level)
         for name, pairs in checked.items():
-            row = transfer(chosen, *pairs, name, level, cosine) | {"own_set": name == source}
+            row = transfer(chosen, *pairs, name, level, cosine,
+                           people[name] if people else None) | {"own_set": name == source}
             rows.append(row | ({"promise": "own set"} if name == source else {}))
     return pd.DataFrame(rows)
 
@@ -225,6 +230,9 @@ def transfer_figure(
     size = 3.4 * len(names) + 3.6, len(names) + 1.5
     figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained")
     table = table.assign(times=(table.far / target).clip(1 / 16, 16))
+    if not table.over_people.all():
+        figure.suptitle("intervals take pairs as independent; where they share people these are too narrow",
+                        fontsize=9)
     _heat_map(axes[0], table, "times", "far", f"FAR (promised: {target:g})", cmap="vlag",
               norm=LogNorm(1 / 16, 16), cbar_kws={"label": "FAR / promised FAR",
               "ticks": [1 / 16, 1 / 4, 1, 4, 16], "format": _as_fraction})

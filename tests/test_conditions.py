@@ -11,8 +11,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from facenb.conditions import (COLUMNS, ConditionError, association, association_table, by_condition, condition_figure,  # noqa: E402
-                               condition_table, design_effect, detection_counts, fact_strips, image_facts, pair_value,
+                               condition_table, detection_counts, fact_strips, image_facts, pair_value,
                                pixel_facts, point_facts)
+from facenb.dyads import design_effect
 from facenb.demo import demo_store  # noqa: E402
 from facenb.errors import pair_thresholds, wrong_by  # noqa: E402
 from facenb.faces import FaceDataset  # noqa: E402
