@@ -47,6 +47,8 @@ def wrong_by(
     if np.shape(threshold) not in ((), same.shape):
         raise ErrorAnalysisError(f"{np.shape(threshold)} thresholds for {same.shape} pairs; one a "
                                  "pair is needed, see pair_thresholds")
+    if np.isnan(np.asarray(threshold, float)).any():
+        raise ErrorAnalysisError("a threshold is NaN: no decision can be judged by it")
     beyond = np.where(same, threshold - similarity, similarity - threshold)
     return np.where((similarity >= threshold) != same, beyond, np.nan)
 

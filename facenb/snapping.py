@@ -147,7 +147,12 @@ def people_intervals(
     seed: int = 0,
 ) -> pd.DataFrame:  # a row a number: value, low, high (percentiles), people
     "Numbers over pairs of one person, with bootstrap intervals over people"
-    people, place = np.unique(np.asarray(person)[result.same], return_inverse=True)
+    person = np.asarray(person)
+    if person.shape != result.same.shape or draws < 1 or not 0 < level < 1:
+        raise CenterError(f"people_intervals needs one person a pair, {len(result.same)}, got "
+                          f"{person.shape}; draws={draws} of 1 or more; level={level} inside 0..1")
+    threshold = None if threshold is None else _checked_threshold(result, threshold)
+    people, place = np.unique(person[result.same], return_inverse=True)
     if len(people) < 2:
         raise CenterError(f"intervals need two people or more with pairs, got {len(people)}")
     names, values, of = _ratios(result, threshold)
@@ -161,6 +166,14 @@ def people_intervals(
         names.append("verified_difference")
         numbers = np.c_[numbers, numbers[:, -2] - numbers[:, -1]]
     return _quantiles(names, numbers, level).assign(people=len(people))
+
+
+def _checked_threshold(result: Snapping, threshold) -> np.ndarray:  # () or (M,)
+    threshold = np.asarray(threshold, float)
+    if threshold.shape not in ((), result.same.shape) or np.isnan(threshold).any():
+        raise CenterError(f"threshold must be a number, or one a pair, {len(result.same)}, none of "
+                          f"them NaN; got shape {threshold.shape}")
+    return threshold
 
 
 def _quantiles(names: list[str], numbers: np.ndarray, level: float) -> pd.DataFrame:
@@ -206,6 +219,7 @@ def association(
     level: float = 0.95,
 ) -> Association:
     "Whether pairs that share a centre are decided rightly more often"
+    threshold = _checked_threshold(result, threshold)
     right = ((result.similarity >= threshold) == same)[result.same == same]
     one = result.same_center[result.same == same]
     table = np.array([[np.sum(part & right), np.sum(part & ~right)] for part in (one, ~one)])
@@ -273,6 +287,8 @@ def snapping_by_count(
     a, b, same = _checked_pairs(a, b, same, len(z))
     if not same.any():
         raise CenterError("there are no pairs of one person")
+    if draws < 1 or any(count != int(count) for count in counts):
+        raise CenterError(f"draws={draws} must be 1 or more, counts {list(counts)} whole numbers")
     counts = sorted({int(count) for count in counts})
     if not counts or counts[0] < 1 or counts[-1] > len(w):
         raise CenterError(f"counts {counts} must lie in 1..{len(w)}, the number of centres")
@@ -360,6 +376,7 @@ def count_figure(
     similarity: np.ndarray,  # (S,) cosines of the same pairs
     dim: int,  # d
     title: str = "",
+    looks: int = 1,  # K sub-centres of each centre
 ) -> Figure:
     "Numbers of a snapping by the number of centres; bands go from the lowest to the highest draw"
     names = {"nearest_center_similarity": "cosine to the nearest centre",
@@ -373,18 +390,18 @@ def count_figure(
         sns.lineplot(curve, x="centers", y=name, hue="kind", marker="o", palette="colorblind",
                      errorbar=lambda x: (x.min(), x.max()), ax=ax)
         ax.set(xscale="log", xlabel="number of centres", ylabel=label)
-    _laws(axes, curve[curve.kind == kinds["these"]], similarity, dim)
+    _laws(axes, curve[curve.kind == kinds["these"]], similarity, dim, looks)
     for ax in axes:
         ax.legend(title="", fontsize=8)
     figure.suptitle(title)
     return figure
 
 
-def _laws(axes, curve: pd.DataFrame, similarity: np.ndarray, dim: int) -> None:
+def _laws(axes, curve: pd.DataFrame, similarity: np.ndarray, dim: int, looks: int) -> None:
     "What random directions and independent images would give"
     grid = np.unique(np.geomspace(1, curve.centers.max(), 25).round().astype(int))
     law = dict(color="black", linestyle=":", label=f"uniform law, d = {dim}")
-    axes[0].plot(grid, [random_nearest(count, dim) for count in grid], **law)
-    axes[1].plot(grid, [random_closer(similarity, count, dim) for count in grid], **law)
+    axes[0].plot(grid, [random_nearest(count * looks, dim) for count in grid], **law)
+    axes[1].plot(grid, [random_closer(similarity, count * looks, dim) for count in grid], **law)
     chance = curve.groupby("centers").same_center_chance.mean()
     axes[2].plot(chance.index, chance, color="grey", linestyle="--", label="these, if independent")

@@ -212,11 +212,12 @@ def fold_accuracy(
     choose,  # (similarity, same) of the other folds -> threshold
 ) -> FoldAccuracy:
     "Choose on all folds but one, decide that one, for each fold in order"
+    similarity, same, fold = map(np.asarray, (similarity, same, fold))
     thresholds, shares = [], []
     for number in np.unique(fold):
         test = fold == number
         thresholds.append(float(choose(similarity[~test], same[~test])))
-        shares.append(float(np.mean((similarity[test] >= thresholds[-1]) == same[test])))
+        shares.append(float(np.mean(accepts(similarity[test], thresholds[-1]) == same[test])))
     return _over_folds(shares, thresholds)
 
 
@@ -446,7 +447,7 @@ def verify(
     similarity, same, fold, chosen_on = _checked(similarity, same, fold)
     if cosine:
         check_cosines(similarity)
-    steps, lost = _steps(similarity, same), np.asarray(lost)
+    steps, lost = _steps(similarity, same), _checked_lost(lost, fold)
     at_far, best = _both_protocols(steps, similarity, same, fold, far)
     asked = (counting_lost(accuracy, fold, lost) if len(lost) else accuracy
              for accuracy in (at_far, best))
@@ -475,6 +476,18 @@ def _checked(similarity, same, fold) -> tuple[np.ndarray, np.ndarray, np.ndarray
             raise VerificationError(f"without fold {numbers[np.argmin(left[kind])]} no {kind} "
                                     "pairs are left to choose a threshold on")
     return similarity, same, fold, int(left["different"].min())
+
+
+def _checked_lost(lost, fold: np.ndarray) -> np.ndarray:  # (L,)
+    lost = np.asarray(lost)
+    texts = [part.dtype.kind in "USO" for part in (lost, fold)]
+    if lost.ndim != 1 or len(lost) and texts[0] != texts[1]:
+        raise VerificationError("lost needs the fold of each lost pair, of the kind that fold has; got "
+                                f"{lost.dtype} {lost.shape} (of a PairSet: pairs.lost[:, 0])")
+    if lost.dtype.kind == "f" and not np.isfinite(lost).all():
+        raise VerificationError("lost must be a fold for every lost pair; first that is not: "
+                                f"{np.flatnonzero(~np.isfinite(lost))[0]}")
+    return lost
 
 # %% ../nbs/41_verify.ipynb #c984e6df
 def metrics(
