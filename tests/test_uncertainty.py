@@ -10,7 +10,6 @@ from facenb.uncertainty import (
     intervals, mcnemar, people_of_pairs, plan, seed_difference, simulated_scores, sparse_design, statistic, wilson)
 from facenb.verify import metrics, verify
 
-SETTLED = ["accuracy_best", "tar_at_far_0.1", "eer", "auc"]  # numbers that do not rest on a handful of pairs
 
 
 def data(design=folds_design, seed=0, models=1, **options):
@@ -34,16 +33,14 @@ def numbers(result) -> dict[str, float]:
 def test_estimates_are_those_of_verify(seed, decimals):
     scores, same, fold, *people = data(people=12, pairs=60, seed=seed)
     scores = scores.round(decimals)
-    found, wanted = intervals(scores, same, fold, *people, replicates=20), numbers(verify(scores, same, fold))
+    found, wanted = intervals(scores, same, fold, *people, STATISTICS, replicates=20), numbers(verify(scores, same, fold))
     assert {name: one.estimate for name, one in found.items()} == pytest.approx({name: wanted[name] for name in STATISTICS}, abs=1e-12)
 
 
 def test_a_promise_that_is_a_whole_number_of_impostors():
-    "FAR 1e-3 of 1,000 impostors on the other folds accepts one"
-    rng, same = np.random.default_rng(0), np.tile(np.arange(2000) < 1000, 3)
-    scores, fold = rng.normal(size=6000) + 3 * same, np.repeat(np.arange(3), 2000)
-    scores, same, fold = (np.r_[part[same], part[~same][:1500]] for part in (scores, same, fold))
-    fold[~same] = np.arange(1500) % 3
+    "FAR 1e-3 of 2,000 impostors on the other folds accepts two"
+    rng, same = np.random.default_rng(0), np.arange(6000) < 3000
+    scores, fold = rng.normal(size=6000) + 3 * same, np.arange(6000) % 3
     found = statistic("accuracy_at_far", Ranking(scores, same, fold)).value(np.ones(len(same)))
     assert found == pytest.approx(verify(scores, same, fold).accuracy_at_far.mean, abs=1e-12)
 
@@ -119,7 +116,16 @@ def test_coverage_of_a_small_version():
 @pytest.mark.slow
 @pytest.mark.parametrize("design", [folds_design, sparse_design], ids=["cfp", "lfw"])
 def test_coverage_is_nominal(design):
-    table = coverage(design, SETTLED, datasets=600, replicates=100)
+    "Within 2 points of 95 %, 3 where a threshold rests on two or three impostors (600 data sets: chance is 0.9 points)"
+    table = coverage(design, STATISTICS, datasets=600, replicates=100).set_index("statistic")
+    print(table.round(4).to_string())
+    few = table.index.isin(["accuracy_at_far", "tar_at_far_0.001"])
+    assert table.coverage[~few].between(0.93, 0.97).all() and table.coverage[few].between(0.92, 0.98).all(), table
+
+
+@pytest.mark.slow
+def test_coverage_of_all_pairs_of_fifty_people():
+    table = coverage(dense_design, ["auc", "eer", "accuracy_at_threshold_0.175"], datasets=600, replicates=50)
     print(table.round(4).to_string())
     assert table.coverage.between(0.93, 0.97).all(), table
 
@@ -135,17 +141,24 @@ def test_compare_is_antisymmetric_and_narrower_than_its_parts():
         assert there[name].high - there[name].low < alone[name].high - alone[name].low
 
 
+def equal_models(seed):
+    "Two models as good as each other, each with people of its own that it finds hard"
+    scores, same, fold, a, b = data(few, seed=seed, models=2)
+    hard = 0.05 * np.random.default_rng(seed + 1000).normal(size=(2, max(a.max(), b.max()) + 1))
+    return scores + np.where(same, hard[:, a], -(hard[:, a] + hard[:, b]) / 2), same, fold, a, b
+
+
 @pytest.mark.slow
 def test_differences_of_equal_models():
-    "Two equally good models: 5 % are found different. McNemar's test finds more where people repeat"
+    "5 % of equal models are found different by the interval, and far more by McNemar's test, which knows no people"
     rejected = []
     for seed in range(400):
-        (one, two), same, *rest = data(few, seed=seed, models=2)
-        found = compare(one, two, same, *rest, ["auc", "accuracy_at_threshold_0.17"], replicates=100, seed=seed)
+        (one, two), same, *rest = equal_models(seed)
+        found = compare(one, two, same, *rest, ["auc", "accuracy_at_threshold_0.17"], replicates=60, seed=seed)
         right = [(part >= 0.17) == same for part in (one, two)]
         rejected.append([*(not part.low <= 0 <= part.high for part in found.values()), mcnemar(*right).p <= 0.05])
     print(np.mean(rejected, axis=0))
-    assert (np.abs(np.mean(rejected, axis=0)[:2] - 0.05) <= 0.02).all()
+    assert (np.abs(np.mean(rejected, axis=0)[:2] - 0.05) <= 0.02).all() and np.mean(rejected, axis=0)[2] > 0.1
 
 
 @pytest.mark.parametrize("scores", [lambda s, same: same * 1.0, lambda s, same: ~same * 1.0, lambda s, same: s * 0, lambda s, same: s.astype(np.float16),
