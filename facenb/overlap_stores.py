@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHARES', 'MOST_ROWS', 'BestPairs', 'without_people', 'with_and_without', 'Gathering', 'training_images',
            'benchmark_images', 'stream', 'StoreAudit', 'audit_stores', 'summarise', 'named_table', 'faces_of',
-           'twin_sheet', 'score_figure', 'doubted', 'write_audit', 'open_benchmark', 'overlap_words', 'short_name',
+           'twin_sheet', 'score_figure', 'doubted', 'write_audit', 'open_benchmark', 'short_name', 'trained_here',
            'run_overlap', 'report']
 
 # %% ../nbs/45a_overlap_stores.ipynb #73ad7756
@@ -22,11 +22,11 @@ import pandas as pd
 
 from .benchmarks import has_names, load_pairs, pair_sets, plain_name
 from .data import load_benchmarks, same_file
-from .overlap import (SIZES, TAILS, Audit, Crowd, OverlapError, audit, audit_metrics,
+from .overlap import (SIZES, Audit, Crowd, OverlapError, audit, audit_metrics,
                             overlap_sentence, random_turns)
 from .pairs import PairSet
 from .progress import Progress
-from .runs import Run, data_dir, refuse_other_parameters
+from .runs import Run, data_dir, read_record, refuse_other_parameters
 from .sources import open_faces
 from .uncertainty import people_of_pairs
 from .verify import metrics, verify
@@ -86,6 +86,9 @@ def with_and_without(
     numbers, units = {}, {}
     for ending, some in (("", pairs), ("_without", without_people(pairs, person, people))):
         similarity = np.einsum("md,md->m", embeddings[some.a], embeddings[some.b])
+        if not np.isfinite(similarity).all():
+            raise OverlapError(f"{pairs.name}: the similarity of {np.sum(~np.isfinite(similarity))} "
+                               "pairs is not finite: look at the embeddings")
         try:
             shares = metrics(verify(similarity, some.same, some.fold, lost=some.lost[:, 0]))
         except ValueError:  # one fold, or one kind of pairs: no threshold can be chosen
@@ -390,33 +393,6 @@ def open_benchmark(
     names = pair_sets(store) if hasattr(store, "meta") else []
     return benchmark_images(store, [load_pairs(store, one) for one in names])
 
-
-def overlap_words(commands) -> None:  # of argparse
-    "Add `overlap` to the words of `facenb`"
-    words = commands.add_parser("overlap", help="find benchmark people in a training set",
-                                description="Which people of a benchmark are probably in a "
-                                            "training set, whatever they are called there")
-    add = words.add_argument
-    add("training", metavar="TRAIN_STORE", help="path of a store, rec:PATH or folder:PATH")
-    add("benchmark", metavar="BENCHMARK", help="prepared pairs (lfw, cfp_fp), or path of a store")
-    add("--model", required=True, help="run, file, folder or OWNER/NAME that load_backbone reads")
-    add("--backbone", default="", help="name of the network, where the file does not tell")
-    add("--image-size", type=int, help="pixels of its faces, where --backbone needs it")
-    add("--embedding-dim", type=int, help="length of its embeddings, where --backbone needs it")
-    add("--level", type=float, default=0.05, help="expected false alarms, over all people (0.05)")
-    add("--tail", choices=TAILS, default="rank",
-        help="count known-different people, or extrapolate by a fitted Gumbel law")
-    add("--limit-images", type=int, default=20, metavar="K",
-        help="of a training person, at random; 0: all (20)")
-    add("--out", type=Path,
-        help="folder of the record; else overlap-TRAIN_STORE-BENCHMARK in the data folder")
-    add("--no-flip", action="store_true", help="embed images without their mirror image")
-    add("--batch-size", type=int, default=256, help="images (256)")
-    add("--workers", type=int, default=0, help="processes that decode images (0: this one)")
-    add("--device", default="", help="cpu, cuda, cuda:1; else cuda where there is one")
-    add("--seed", type=int, default=0, help="of the random few images")
-    words.set_defaults(run=run_overlap)
-
 # %% ../nbs/45a_overlap_stores.ipynb #76ed9406
 def short_name(source: str) -> str:
     "A path without its folders, for records"
@@ -434,14 +410,25 @@ def _backbone(options: argparse.Namespace):
     return load_backbone(options.model, **given).to(device)
 
 
+def trained_here(
+    model: str,  # path of a run, or something else
+    fingerprint: str,  # of the training store
+) -> bool:
+    "Does the record of a run say that it was trained on this very store?"
+    path = Path(model).expanduser() / "record.json"
+    return path.is_file() and read_record(path)["parameters"].get("fingerprint") == fingerprint
+
+
 def _parameters(options, training: Gathering, benchmark: Gathering, backbone) -> dict:
     "What was asked, without places of this machine"
+    from facenb.embedder import weights_hash
     return {
         "kind": "overlap", "training": short_name(options.training),
         "benchmark": short_name(options.benchmark), "model": short_name(options.model),
-        "backbone": backbone.name, "model_sha256": (backbone.origin or {}).get("sha256") or "",
+        "backbone": backbone.name, "model_sha256": weights_hash(backbone),
         "level": options.level, "tail": options.tail, "limit_images": options.limit_images,
         "flip": not options.no_flip, "seed": options.seed,
+        "trained_here": trained_here(options.model, training.store.fingerprint),
         "fingerprint_training": training.store.fingerprint,
         "fingerprint_benchmark": benchmark.store.fingerprint}
 
@@ -462,6 +449,9 @@ def run_overlap(options: argparse.Namespace) -> int:  # exit code
         options.batch_size, options.workers, options.seed,
         lambda text: print(text, file=sys.stderr, flush=True))
     write_audit(folder, result, parameters)
+    if parameters["trained_here"]:
+        print("This model was trained on these very people and knows them better than others: false "
+              "alarms and the share found are told too well. Use a model that was trained elsewhere.")
     print(report(result, parameters["benchmark"]), f"List, faces and record: {folder}", sep="\n")
     return 0
 
