@@ -70,14 +70,14 @@ def metric_name(
 def interval_table(
     result: Verification,
     intervals: dict[str, Interval],  # of `facenb.uncertainty.intervals`
-) -> pd.DataFrame:  # a row a metric: value, low, high, sd over folds (ddof 0), shares in 0..1
+) -> pd.DataFrame:  # a row a metric, shares in 0..1
     "What was measured, and between which values it may lie for other people"
     values, rows = metrics(result), {}
     for key in [*NAMES, *(key for key in values if key.startswith("tar_"))]:
         of = intervals.get(key)
         rows[metric_name(key, result)] = {
             "value": values[key], "low": of.low if of else np.nan, "high": of.high if of else np.nan,
-            "sd over folds": values.get(f"{key}_sd", np.nan)}
+            "sd over folds (ddof 0)": values.get(f"{key}_sd", np.nan), "interval by": of.method if of else ""}
     level = next(iter(intervals.values())).level if intervals else np.nan
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("metric")
     return table.rename(columns={"low": f"{level:.0%} from", "high": "to"})

@@ -3,6 +3,7 @@ import ast
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,10 @@ def test_scores_and_report_are_whole(judged):
     assert len(scores) == 4950 and metrics(result)["eer"] == pytest.approx(record["metrics"]["demo_eer"])
     page = (judged / "report.html").read_text()
     assert "demo-arcface-seed0 on demo" in page and page.count("data:image/png;base64,") >= 5 and "src=\"http" not in page
-    assert f"{record['metrics']['demo_eer']:.4g}" in page and "Trained on demo" in page
+    assert f"{record['metrics']['demo_eer']:.4g}" in page and "0 people of demo, by name or file, are in it" in page
+    assert record["parameters"]["weights_sha256"] in page and "flip_test" in page and str(judged.parent) not in page
+    folds = pd.read_csv(judged / "folds_demo.csv")
+    assert folds[folds.protocol == "best"].accuracy.mean() == pytest.approx(record["metrics"]["demo_accuracy_best"])
     for name, facts in record["files"].items():
         assert file_hash(judged / name) == facts["sha256"], name
     text = (judged / "record.json").read_text()
@@ -116,9 +120,38 @@ def test_embeddings_on_held_out_people_of_a_store(tmp_path):
     assert record["metrics"]["held_out_auc"] > 0.99 and record["parameters"]["backbone"] == "file"
 
 
+def test_people_who_trained_are_named_in_every_set(trained, tmp_path):
+    "A store with pairs of training people, given by its path; and a run whose own store is not told"
+    from facenb.pairs import all_pairs, pair_arrays
+    demo = demo_store(tmp_path / "demo.lmdb")
+    chosen = np.flatnonzero(np.isin(demo.labels, [0, 1, 2, 33]))
+    labels = np.unique(demo.labels[chosen], return_inverse=True)[1]
+    names = [f"Person {letter}{letter}" for letter in "ABCD"]
+    pairs = all_pairs(labels, np.arange(len(chosen)), "leak")
+    images = list(zip(demo.read(chosen), labels.tolist()))
+    write_store(tmp_path / "leak.lmdb", images, names, {}, extras=pair_arrays(pairs))
+    many = np.flatnonzero(demo.labels < 12)  # the first three of the four train, or are held out
+    write_store(tmp_path / "mine.lmdb", list(zip(demo.read(many), demo.labels[many].tolist())), [f"Person {letter}{letter}" for letter in "ABCEFGHIJKLM"], {})
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    record = json.loads((run / "record.json").read_text())
+    record["parameters"]["data"] = "store:mine.lmdb"
+    (run / "record.json").write_text(json.dumps(record))
+    done = evaluate(tmp_path, "-r", "model", str(run), "-r", "verify", f"{tmp_path}/leak.lmdb", "-r", "name", "moved")
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = (tmp_path / "runs" / "moved" / "report.html").read_text()
+    assert "leak: not checked for people who trained" in page and "store:mine.lmdb" in page and str(tmp_path) not in page
+    done = evaluate(tmp_path, "-r", "model", str(run), "-r", "data", f"store:{tmp_path}/mine.lmdb", "-r", "verify", f"{tmp_path}/leak.lmdb",
+                    "-r", "name", "seen", "-p", "centers", "False")
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = (tmp_path / "runs" / "seen" / "report.html").read_text()
+    assert re.search("leak: [1-3] people of store:mine.lmdb", page) and "flatter" in page and str(tmp_path) not in page
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["-r", "model", "/none/such.pth"], "nothing at"),
     (["-p", "verify", "agedb_30"], "prepare bin --source agedb_30.bin"),
+    (["-r", "compare", "/none/such.pth"], "nothing at"),
     (["-p", "level", "2.0"], "level=2.0 must lie in"),
     (["-p", "metric", "eer"], "unknown parameter metric"),
     (["-p", "data", "imagenet"], "data='imagenet' must match")])

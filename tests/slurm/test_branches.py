@@ -256,10 +256,15 @@ def test_evaluation_judges_the_run_of_the_file(place):
 
 
 def test_evaluation_judges_any_other_model(place):
-    code, output = end(start(place, "-r", "model", "/models/b.onnx", "-p", "centers", "False", script=ROOT / "slurm" / "evaluate.sbatch"))
+    "The set of the file did not train it; names of paths are made fit for a folder"
+    script = ROOT / "slurm" / "evaluate.sbatch"
+    (place / "x.yaml").write_text("data: 'store:/my faces.lmdb'\n")
+    code, output = end(start(place, "-r", "model", "/models/b.onnx", "-p", "centers", "False", "-r", "verify", "'/my sets/a.bin' lfw", script=script))
     assert code == 0, output
-    given = called(place, "evaluate-b.onnx")["given"]
+    given = called(place, "evaluate-b.onnx-my-sets-a.bin-lfw")["given"]
     assert given["model"] == "/models/b.onnx" and given["centers"] == "False" and "data" not in given
+    assert end(start(place, "-r", "model", "/models/b.onnx", "-r", "name", "mine", script=script))[0] == 0
+    assert called(place, "mine")["given"]["name"] == "mine"
 
 
 def test_a_wrong_file_or_folder_is_named(place):
