@@ -65,7 +65,7 @@ lab: $(READY)
 	$(BIN)/python -m jupyterlab nbs
 
 paper: $(READY)
-	$(BIN)/python -m nbconvert --to notebook --execute --inplace nbs/5[1-9]_*.ipynb nbs/index.ipynb
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.coalesce_streams=True nbs/5[1-9]*_*.ipynb nbs/index.ipynb
 	$(BIN)/nbdev_clean
 	$(BIN)/python tests/test_readme.py
 

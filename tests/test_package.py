@@ -16,7 +16,7 @@ from conftest import ROOT
 
 NOTEBOOKS = sorted(path for path in (ROOT / "nbs").glob("*.ipynb") if not path.name.startswith("_"))
 MODULES = sorted(path.stem for path in (ROOT / "facenb").glob("*.py") if not path.stem.startswith("_"))
-STORIES = [path for path in NOTEBOOKS if re.match(r"5[1-9]_|6|index", path.name)]
+STORIES = [path for path in NOTEBOOKS if re.match(r"5[1-9][a-z]?_|6|index", path.name)]
 
 
 def cells(path: Path) -> list[dict]:
