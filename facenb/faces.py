@@ -54,6 +54,13 @@ class FaceDataset(torch.utils.data.Dataset):
         pixels = self.batch([range(len(self))[index]])
         return pixels[0], int(self.labels[index])
 
+    def labels_of(
+        self,
+        indices,  # (n,) whole numbers in 0..len-1
+    ) -> Tensor:  # (n,) int64
+        "Whose faces these are"
+        return torch.from_numpy(self.labels[indices])
+
     def read_into(
         self,
         indices,  # (n,) whole numbers in 0..len-1

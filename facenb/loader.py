@@ -71,12 +71,14 @@ class FaceLoader:
         workers: int = 2,  # processes; 0 decodes in this one
         slots: int = 3,  # batches in memory, one of them being trained on; at least 2
         start: str = "fork",  # how workers begin: fork | spawn | forkserver
+        largest: int = 0,  # images of the largest batch, where that is not the first
     ):
         self._owner, self._iteration, self._running = os.getpid(), 0, False
         self._ring, self._links, self._processes = None, [], []
         if workers < 0 or slots < 2:
             raise ValueError(f"workers={workers} must be 0 or more, slots={slots} 2 or more")
         self.faces, self.batches, self.workers, self.slots = faces, batches, workers, slots
+        self.largest = largest
         self._context = multiprocessing.get_context(start)
 
     def __len__(self) -> int:
@@ -85,7 +87,7 @@ class FaceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.workers == 0:
             for indices in self.batches:
-                yield self.faces.batch(indices), torch.from_numpy(self.faces.labels[indices])
+                yield self.faces.batch(indices), self.faces.labels_of(indices)
             return
         if self._running:  # another iteration was left: its answers must not be taken for ours
             self.close()
@@ -114,14 +116,15 @@ class FaceLoader:
 
     def _make_room(self, images: int, queue: list) -> None:
         "Start the workers with a ring for batches of this size; a larger batch needs a new one"
+        images = max(images, self.largest, 1)
         if self._ring is not None and images <= self._ring.slots.shape[1]:
             return
         if queue:
             raise ValueError(f"a batch of {images} after batches of at most "
-                             f"{self._ring.slots.shape[1]}: give the largest first")
+                             f"{self._ring.slots.shape[1]}: give the largest first, or say largest={images}")
         self._end_workers()
         size = self.faces.size
-        self._ring = _Ring((self.slots, max(images, 1), size, size, 3))
+        self._ring = _Ring((self.slots, images, size, size, 3))
         for _ in range(self.workers):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_work, daemon=True,
@@ -146,7 +149,7 @@ class FaceLoader:
             if error is not None:
                 raise error
         pixels = torch.from_numpy(self._ring.slots[slot, :len(indices)]).permute(0, 3, 1, 2)
-        return pixels, torch.from_numpy(self.faces.labels[indices])
+        return pixels, self.faces.labels_of(indices)
 
     def _answer(self, worker: int) -> Exception | None:
         link = self._links[worker]

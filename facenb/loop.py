@@ -174,6 +174,7 @@ class Training:
         generator = torch.Generator().manual_seed(recipe.seed)
         self.trainer = Trainer(prepared[0], self.loss, prepared[1], accelerator, recipe, generator,
                                sampler.counts(), watch, loss.views)
+        self.images = round(sampler.filled * sum(sampler.counts()))  # of a batch of all ranks, on average
         if accelerator.process_index:  # dropout must differ between ranks, and rank 0 be the process alone
             torch.manual_seed(recipe.seed + 1_000_003 * accelerator.process_index)
 
@@ -203,9 +204,11 @@ class Training:
                 self.journal = journal
                 self._say(f"goes on at step {journal.step} of {self.steps}")
             epochs, steps = divmod(self.steps, self.recipe.steps_of_epoch(len(self.sampler)))
-            images = (epochs * len(self.sampler) + steps * self.recipe.accumulate) * sum(trainer.counts)
-            done = (self.journal.epoch * len(self.sampler) + self.journal.batch) * sum(trainer.counts)
-            with FaceLoader(self.faces, self.sampler, self.workers) as loader, self._bar(images, done) as bar:
+            images = (epochs * len(self.sampler) + steps * self.recipe.accumulate) * self.images
+            done = (self.journal.epoch * len(self.sampler) + self.journal.batch) * self.images
+            loader = FaceLoader(self.faces, self.sampler, self.workers,
+                                largest=trainer.counts[self.accelerator.process_index])
+            with loader, self._bar(images, done) as bar:
                 while self.journal.step < self.steps:
                     if self.epoch(loader, bar) == "stopped":
                         return self._end("stopped")
@@ -237,7 +240,7 @@ class Training:
                 continue
             outcome = trainer.finish(self.keeper.wants() if self.keeper else 0)
             now = time.perf_counter()
-            images = together * sum(trainer.counts)
+            images = together * self.images
             journal.note(outcome, together, images, now - start)
             start = now
             self._check_steps(rate)

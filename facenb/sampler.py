@@ -164,6 +164,7 @@ class GroupSampler(torch.utils.data.Sampler):
     "Batches of `people` people with `images` images each, a person's in adjacent places"
 
     _size = "people"  # what the first size is called in messages
+    filled = 1.0  # share of the places of a batch that hold an image
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class Trainer:
         batches: int = 1,  # that make this step
     ) -> None:
         "Gradients of one batch, divided by the number of batches"
-        pixels, labels = pixels.to(self.accelerator.device), labels.repeat(max(len(self.views), 1))
+        pixels, labels = pixels.to(self.accelerator.device), torch.cat([labels] * max(len(self.views), 1))
         backward = lambda loss: self.accelerator.backward(loss / batches)
         with self.alone() if len(self.batches) + 1 < batches else nullcontext():
             if self.recipe.chunk:
