@@ -16,7 +16,8 @@ import pandas as pd
 import torch
 
 from .backbones import BACKBONES, Backbone, BackboneEntry, count_parameters, multiply_adds
-from .foundation import FoundationModel  # these three enter their networks in BACKBONES
+from .foundation import FoundationModel  # these four enter their networks in BACKBONES
+from .heads import SigLip2Tiny
 from .iresnet import IResNet
 from .lora import AdapterError, set_training, trained_share
 from .mobilefacenet import MobileFaceNet
@@ -47,10 +48,13 @@ def backbone_entry(
 def own_choice(
     name: str,
     demo: bool = False,  # for the demo's faces
+    objects: bool = False,  # for pictures of things, which are not cut out as faces are
 ) -> dict:  # image_size (pixels), embedding_dim (0: the network's features), epochs
     "What a backbone is trained with when nobody says otherwise"
     entry = backbone_entry(name)
     own = {"image_size": entry.image_size, "embedding_dim": entry.embedding_dim, "epochs": EPOCHS}
+    if objects and isinstance(entry.build, type) and issubclass(entry.build, FoundationModel):
+        own["image_size"] = entry.build.published.get("size", entry.build.table["image_size"])
     return own | (entry.demo if demo else {})
 
 # %% ../nbs/14_zoo.ipynb #9d02b9ea
