@@ -26,6 +26,7 @@ from .gather import ContrastiveLoss, all_rows, rank_share, ranks
 from .hybrid import Hybrid
 from .interface import Loss
 from .margin import MarginHead
+from .nearid_losses import TupleLoss
 from .sharded import ShardedHead, shard
 
 # %% ../nbs/28c_processes.ipynb #799ce680
@@ -122,7 +123,7 @@ def spread_loss(
         if shareable(loss.margin):
             loss.margin = ShardedHead(loss.margin, group, counts=counts)
         return loss.gather_over(group, counts)
-    if isinstance(loss, (ContrastiveLoss, CoReFace)):
+    if isinstance(loss, (ContrastiveLoss, CoReFace, TupleLoss)):
         return loss.gather_over(group, counts)
     return ShardedHead(loss, group, counts=counts) if shareable(loss) else OwnFaces(loss, group, counts)
 

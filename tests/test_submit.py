@@ -75,18 +75,48 @@ def test_published_scores_are_those_of_the_table():
     known = {row[0]: " / ".join(row[4:7]) for row in rows}
     named = {}
     for path in FILES:
-        row = re.search(r"Reproduces the row (.+) of data/reference", path.read_text())
+        row = re.search(r"Reproduces the row (.+) of data/reference/published_results", path.read_text())
         if row:
             assert f"# Published: {known[row[1]]} (LFW" in path.read_text(), path.name
             named[row[1]] = path.stem
     assert set(named) == set(known)
 
 
+def test_published_scores_of_nearid_are_those_of_its_tables():
+    "Each number of the line, printed with a point and without the zero before it, stands in the row"
+    import pandas as pd
+    columns = {"NearID SSR": "nearid_ssr", "PA": "nearid_pa", "M-O": "mtg_mo", "M-O_pair": "mtg_mopair", "M-H": "dbpp_mh"}
+    seen = 0
+    for path in FILES:
+        text = path.read_text()
+        row = re.search(r"Reproduces the row (.+) of (data/reference/nearid/ref_\w+\.csv)", text)
+        if not row:
+            continue
+        table, key = pd.read_csv(ROOT / row[2]), row[1]
+        if key.split()[0] in ("alpha", "beta"):
+            found = table[table[key.split()[0]] == float(key.split()[1])]
+        else:
+            found = table[table.iloc[:, 0] == key]
+        assert len(found) == 1, (path.name, key)
+        line = re.search(r"# Published: (.+)", text)[1]
+        first = line.partition("; MTG")[0] + "; " + line.partition("MTG ")[2]
+        for name, column in columns.items():
+            if said := re.search(rf"{re.escape(name)} (\d*\.\d+)", first):
+                assert float(said[1]) == found[column].iloc[0], (path.name, name)
+                seen += 1
+        ssr, pa = re.search(r"M-O_pair \S+, SSR (\S+), PA (\d+\.\d+)", line).groups()
+        assert [float(ssr), float(pa)] == found[["mtg_ssr", "mtg_pa"]].iloc[0].tolist(), path.name
+    assert seen > 80
+
+
 def test_every_file_of_the_paper_is_there():
     models = {"clip", "dinov2", "ijepa"}
     wanted = {"arcface", "infonce", "hybrid", *models, *(f"{model}_lora" for model in models)}
     wanted |= {f"infonce_b{images}" for images in (1450, 4096, 8192, 16384, 32768)}
-    assert wanted | {"demo_arcface", "demo_infonce", "demo_hybrid"} == {path.stem for path in FILES}
+    wanted |= {f"nearid_{loss}" for loss in ("infonce", "infonce_r", "infonce_oracle", "infonce_r_oracle", "siglip", "circle", "cohesion")}
+    wanted |= {"nearid", "nearid_only", "nearid_one_source", "nearid_mtg_only", "nearid_recipe"}
+    wanted |= {f"nearid_alpha{alpha}" for alpha in ("00", "01", "025", "10", "20")} | {f"nearid_beta{beta}" for beta in ("01", "02", "03")}
+    assert wanted | {"demo_arcface", "demo_infonce", "demo_hybrid", "demo_nearid"} == {path.stem for path in FILES}
 
 
 # a Slurm of straw

@@ -80,7 +80,7 @@ def test_same_command_same_weights_other_seed_others(run, tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["-p", "batchsize", "512"], "unknown parameter batchsize"),
-    (["-p", "learning_rate", "0.1"], "possible: loss, data, verify, failures, backbone"),
+    (["-p", "learning_rate", "0.1"], "possible: loss, data, verify, failures, sources, mtg_repeats, masking, backbone"),
     (["-p", "lr", "abc"], "lr must be a number, got 'abc'"),
     (["-p", "epochs", "1.5"], "epochs must be a whole number, got 1.5"),
     (["-p", "loss", "tripplet"], "choose one of coreface, hybrid"),
