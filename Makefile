@@ -1,12 +1,12 @@
 # make train  trains on real faces (LOSS=arcface, DATA=, SEED=, ARGS="-p epochs 20 -p name short")
 # make test   runs every notebook and the tests
-# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make studies  those of single questions (half an hour);  make speed  times data path, losses and networks (half an hour)
+# make lab    opens JupyterLab;  make paper  re-runs the story notebooks;  make published  re-runs the published runs (an hour);  make studies  those of single questions (half an hour);  make nearid  those of the second question;  make speed  times data path, losses and networks (half an hour)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train test lab paper speed published studies export
+.PHONY: help train test lab paper speed published studies nearid export
 
 LOSS ?= infonce
 DATA ?= demo
@@ -90,6 +90,13 @@ studies: $(READY)
 	  compare=; [ $$loss = arcface ] || compare="-r compare data/runs/published/demo-arcface-seed$$seed"; \
 	  $(BIN)/python -m papermill nbs/evaluate.ipynb data/runs/studies/.out.ipynb -k python3 --no-progress-bar \
 	    -r model $$of $$compare -r runs data/runs/studies/evaluations < /dev/null; done; done
+
+# The demo of the second question: frozen patches and four losses, three seeds each; half an hour.
+nearid: $(READY)
+	for seed in 0 1 2; do for run in "frozen nearid -r train frozen" "ignored clip_one" "denominator clip_one -p include_negatives True" \
+	  "alpha0 nearid -p alpha 0.0" "nearid nearid"; do set -- $$run; name=$$1; loss=$$2; shift 2; \
+	  $(MAKE) --no-print-directory train LOSS=$$loss DATA=nearid_demo SEED=$$seed NAME=nearid_demo-$$name-seed$$seed \
+	    ARGS="-r device cpu $$*" RUNS="$(CURDIR)/data/runs/studies/nearid"; done; done
 
 # After editing notebooks: write the package, tidy the notebooks, write README.
 export: $(READY)
