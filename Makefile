@@ -94,7 +94,7 @@ studies: $(READY)
 # The demo of the second question: frozen patches and four losses, three seeds each; half an hour.
 nearid: $(READY)
 	for seed in 0 1 2; do for run in "frozen nearid -r train frozen" "ignored clip_one" "denominator clip_one -p include_negatives True" \
-	  "alpha0 nearid -p alpha 0.0" "nearid nearid"; do set -- $$run; name=$$1; loss=$$2; shift 2; \
+	  "alpha01 nearid -p alpha 0.1" "nearid nearid"; do set -- $$run; name=$$1; loss=$$2; shift 2; \
 	  $(MAKE) --no-print-directory train LOSS=$$loss DATA=nearid_demo SEED=$$seed NAME=nearid_demo-$$name-seed$$seed \
 	    ARGS="-r device cpu $$*" RUNS="$(CURDIR)/data/runs/studies/nearid"; done; done
 

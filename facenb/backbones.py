@@ -73,6 +73,7 @@ class BackboneEntry:
     source: str  # author and year, or the repository it follows
     hub: str = ""  # repository of published weights; empty: it starts from random weights
     demo: dict = field(default_factory=dict)  # image_size, embedding_dim, epochs that suit the demo
+    toy: bool = False  # for synthetic pictures only: no table of networks lists it
 
 
 BACKBONES: dict[str, BackboneEntry] = {}

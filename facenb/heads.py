@@ -54,7 +54,8 @@ TINY = dict(hidden_size=128, num_hidden_layers=1, num_attention_heads=8, interme
             patch_size=8, image_size=64, hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6)
 
 
-@register_backbone("siglip2_tiny", image_size=64, embedding_dim=128, source="facenb", demo={"epochs": 3})
+@register_backbone("siglip2_tiny", image_size=64, embedding_dim=128, source="facenb",
+                   demo={"epochs": 3}, toy=True)
 class SigLip2Tiny(SigLip2So400m):
     "SigLIP 2's network for pictures of 64 pixels, with random weights"
     table = TABLE["siglip2_so400m"] | TINY
