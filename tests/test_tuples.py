@@ -9,9 +9,15 @@ import torch
 import torch.distributed as dist
 
 from conftest import papermill
+from facenb.cards import read_run
+from facenb.margins import margins
+from facenb.nearid import open_nearid
+from facenb.nearid_hub import load_head
 from facenb.nearid_losses import SLOTS, TUPLE_LOSSES, NearID, nearid_loss
 from facenb.objects import write_objects
 from facenb.registry import build_loss
+from facenb.scorers import nearid_scorer, score_tuples
+from facenb.zoo import build_backbone
 from ranks import run_ranks
 
 LOSSES = {name: {} for name in TUPLE_LOSSES} | {
@@ -132,4 +138,14 @@ def test_demo_runs_from_one_command(tmp_path):
     record = json.loads(next((tmp_path / "data" / "runs").glob("*/record.json")).read_text())
     assert record["parameters"]["backbone"] == "siglip2_tiny" and record["parameters"]["train"] == "head"
     assert {"ssr", "pa", "pa_pub", "unseen_ssr", "sdxl_ssr", "mtg_mo", "cosine_distractor"} <= set(record["metrics"])
+    folder = next((tmp_path / "data" / "runs").glob("*/record.json")).parent
+    start, trained = build_backbone("siglip2_tiny", train="head"), read_run(folder)
+    told = load_head(start, folder)["facts"]
+    assert all(torch.equal(a, b) for a, b in zip(start.vision.head.parameters(), trained.vision.head.parameters(), strict=True))
+    assert told["loss"] == "nearid" and told["alpha"] == 0.5 and told["fingerprint"] == record["parameters"]["fingerprint"]
+    scorer = nearid_scorer(folder)
+    tuples = open_nearid(tmp_path / "data" / "nearid_demo", ("sdxl",), "test")
+    table = score_tuples(scorer, tuples, "sdxl")
+    again = margins(table[["sim_01", "sim_02", "sim_12"]].to_numpy(), table[[f"cross_{d}{d}" for d in range(3)]].to_numpy())
+    assert again["ssr"] == record["metrics"]["sdxl_ssr"] and abs(again["pa"] - record["metrics"]["sdxl_pa"]) < 1e-9
     assert record["counts"]["test_rows"] == 8 and record["counts"]["network_parameters_trained"] > 1000
