@@ -118,13 +118,13 @@ def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
     found = []
     for processes in (1, 2):
         values = {"loss": "nearid", "data": "nearid_demo", "pairs": 7, "steps": 6, "device": "cpu", "threads": 1, "processes": processes,
-                  "masking": "0.5 0.2 0.6"}
+                  "masking": "0.5 0.2 0.6", "optimizer": "sgd", "lr": 0.1}  # AdamW divides rounding by rounding where a gradient is 0
         of = open_experiment(*read_train(notebook_defaults() | values))
         (tmp_path / str(processes)).mkdir()
         found.append(train(of, tmp_path / str(processes), {}, of.accelerator() if processes == 1 else None))
     one, two = ({name: p.detach() for name, p in of.network.named_parameters() if p.requires_grad} for of in found)
-    assert one.keys() == two.keys() and max((one[name] - two[name]).abs().max() for name in one) < 2e-5
-    assert np.allclose(found[0].history.loss, found[1].history.loss, atol=1e-5)
+    assert one.keys() == two.keys() and max((one[name] - two[name]).abs().max() for name in one) < 1e-6
+    assert np.allclose(found[0].history.loss, found[1].history.loss, atol=1e-6)
     start = dict(of.network().named_parameters())
     assert max((one[name] - start[name]).abs().max() for name in one) > 1e-3
 
