@@ -97,6 +97,8 @@ nearid: $(READY)
 	  "alpha01 nearid -p alpha 0.1" "nearid nearid"; do set -- $$run; name=$$1; loss=$$2; shift 2; \
 	  $(MAKE) --no-print-directory train LOSS=$$loss DATA=nearid_demo SEED=$$seed NAME=nearid_demo-$$name-seed$$seed \
 	    ARGS="-r device cpu $$*" RUNS="$(CURDIR)/data/runs/studies/nearid"; done; done
+	for name in frozen ignored denominator nearid; do $(BIN)/python -c "import sys; from facenb.tuple_pictures import save_pictures; \
+	  save_pictures(sys.argv[1])" data/runs/studies/nearid/nearid_demo-$$name-seed0; done
 
 # After editing notebooks: write the package, tidy the notebooks, write README.
 export: $(READY)

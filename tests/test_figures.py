@@ -11,7 +11,7 @@ from facenb.registry import LOSSES
 from test_readme import readme
 
 RUNS = ROOT / "data" / "runs"
-OTHERS = ("53_", "57_objects", "57_sources", "57_alpha")  # below; of the synthetic objects and of published tables only
+OTHERS = ("53_", "57_objects", "57_sources", "57_alpha", "57a_")  # below; of files beside records (test_tuple_plots.py); of the synthetic objects and of published tables only
 FIGURES = [path for path in sorted((ROOT / "figures").glob("5*.png")) if not path.stem.startswith(OTHERS)]
 
 
