@@ -187,6 +187,8 @@ def similarity_table(
     categories,  # (N,) str
     sim: np.ndarray,  # (N, 3) as for `margins`
     cross: np.ndarray,  # (N, 3, 3) view i, distractor j; NaN: missing
+    positives=None,  # (N,) views of each identity; None: those with a similarity
+    negatives=None,  # (N,) distractors
 ) -> pd.DataFrame:  # COLUMNS
     "The rows of a file"
     sim, cross = np.asarray(sim, np.float64), np.asarray(cross, np.float64)
@@ -195,8 +197,8 @@ def similarity_table(
                           f"{sim.shape} and {cross.shape}")
     table = pd.DataFrame(np.c_[sim, cross.reshape(-1, 9)], columns=[*SIMS, *CROSSES])
     finite = np.isfinite(cross)
-    table.insert(0, "n_neg", finite.any(1).sum(1))
-    table.insert(0, "n_pos", finite.any(2).sum(1))
+    table.insert(0, "n_neg", finite.any(1).sum(1) if negatives is None else negatives)
+    table.insert(0, "n_pos", finite.any(2).sum(1) if positives is None else positives)
     table.insert(0, "category", categories)
     table.insert(0, "sample_id", sample_ids)
     return table
@@ -206,7 +208,7 @@ def read_similarities(
     path: Path | str,
 ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:  # the table; sim (N, 3); cross (N, 3) of `margins`
     "Read a file; MarginError names a missing column or a sample that stands there twice"
-    table = pd.read_csv(path)
+    table = pd.read_csv(path, converters={"sample_id": str})  # 007 is not 7, NA is a name
     own = [f"cross_{d}{d}" for d in range(3)]
     if missing := [name for name in ["sample_id", *SIMS, *own] if name not in table]:
         raise MarginError(f"{path} has no column {', '.join(missing)}")

@@ -40,20 +40,27 @@ KEYS = ("score", "Score", "SCORE", "similarity", "Similarity")
 def parse_score(
     text: str,  # what the model said
 ) -> float:  # 0..1, or NaN
-    "The score of an answer"
-    for candidate in re.findall(r"\{.*\}", text, re.S):
-        try:
-            answer = json.loads(candidate)
-        except ValueError:
-            continue
-        if isinstance(answer, dict):
-            for key in KEYS:
-                if key in answer:
-                    return _number(answer[key])
-    keys = "|".join(KEYS)
-    no_range = r"(?![\d.]*\s*[-/]\s*\d)"  # such as 0-10, which the question says
-    found = re.findall(rf'["\']?\b(?:{keys})\b["\']?\s*[:=]\s*["\']?(-?\d+(?:\.\d+)?){no_range}', text)
+    "The score of an answer: of its last JSON object, else of a key that is cut off, else of plain words"
+    if scores := [answer[key] for answer in _objects(text) for key in KEYS if key in answer]:
+        return _number(scores[-1])
+    keys, number = "|".join(KEYS), r"(-?(?:\d+\.?\d*|\.\d+))"
+    found = re.findall(rf'["\'](?:{keys})["\']\s*:\s*["\']?{number}', text)
+    if not found and "{" not in text:  # "0-10" is a range, which the question has; 8/10 is a score
+        found = re.findall(rf"\b(?:{keys})\b[\s*]*[:=][\s*]*{number}(?![\d.]*\s*-\s*\d)", text)
     return _number(found[-1]) if found else float("nan")
+
+
+def _objects(text: str) -> list[dict]:
+    "JSON objects in a text, from left to right, without those inside of others"
+    found, place = [], text.find("{")
+    while place >= 0:
+        try:
+            answer, place = json.JSONDecoder().raw_decode(text, place)
+            found.append(answer)
+        except (ValueError, RecursionError):
+            place += 1
+        place = text.find("{", place)
+    return found
 
 
 def _number(value) -> float:
@@ -61,7 +68,7 @@ def _number(value) -> float:
         return float("nan")
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return float("nan")
     return min(max(number, 0.0), 10.0) / 10 if math.isfinite(number) else float("nan")
 
@@ -71,6 +78,7 @@ class Judge:
     "Scores of image pairs by asking"
     ask: Callable[[list[dict]], str]  # a chat, as transformers templates take it -> the answer
     name: str = "vlm"
+    kind: str = "vlm"  # in the name of its files
     answers: int = 0  # so far
     without_score: int = 0  # of them
     last: list[str] = field(default_factory=list)  # answers of the last call
