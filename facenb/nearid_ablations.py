@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['one_positive', 'oracle_rank', 'ClipOne', 'siglip_parts', 'SigLIPTuples', 'circle_base', 'hinge_tier', 'CircleTuples',
-           'triplet', 'triplet_ext', 'image_reward', 'oracle_regression', 'own_arcface', 'arcface_ext', 'extremes',
-           'margin_triplet', 'soft_triplet', 'arcface_ext_v3']
+           'symmetric', 'triplet', 'triplet_ext', 'image_reward', 'oracle_regression', 'own_arcface', 'arcface_ext',
+           'extremes', 'margin_triplet', 'soft_triplet', 'arcface_ext_v3']
 
 # %% ../nbs/22c_nearid_ablations.ipynb #18c1401d
 import torch
@@ -18,23 +18,24 @@ from .nearid_losses import (POOLS, Tuples, logits_of, logsum, masked_mean,
 
 # %% ../nbs/22c_nearid_ablations.ipynb #5c984c78
 def one_positive(
-    t: Tuples,  # rows have a valid positive
+    t: Tuples,
     chosen: Tensor,  # (B,) which positive of each row
     temperature: float,
     include_negatives: bool = False,  # the row's own distractors in both denominators
 ) -> Tensor:  # () nats
-    "CLIP's loss between anchors and one view of each row (Radford et al. 2021)"
+    "CLIP's loss between anchors and one view of each row that has any (Radford et al. 2021)"
     scale = min(1 / temperature, 100.0)
     views = t.positive[torch.arange(len(chosen), device=chosen.device), chosen]
-    target = torch.arange(len(chosen), device=chosen.device)
+    has = t.pos_mask.any(1)
 
-    def one_way(from_, to):
-        columns = scale * from_ @ to.T
+    def one_way(from_, to, counts):
+        columns, counts = scale * from_ @ to.T, counts.expand(len(to), -1)
+        picked = columns.diagonal()
         if include_negatives:
             own = scale * torch.einsum("bd,bkd->bk", from_, t.negative)
-            columns = torch.cat([columns, torch.where(t.neg_mask, own, torch.finfo(own.dtype).min)], 1)
-        return F.cross_entropy(columns, target)
-    return (one_way(t.anchor, views) + one_way(views, t.anchor)) / 2
+            columns, counts = torch.cat([columns, own], 1), torch.cat([counts, t.neg_mask], 1)
+        return masked_mean(logsum(columns, counts) - picked, has)
+    return (one_way(t.anchor, views, has) + one_way(views, t.anchor, torch.ones_like(has))) / 2
 
 
 def oracle_rank(
@@ -89,13 +90,9 @@ class ClipOne(TupleLoss):
         return torch.where(pos_mask, draw, -1).argmax(1)
 
     def compare(self, anchor, positive, negative, pos_mask, neg_mask, margin):
-        rows = pos_mask.any(1)  # others have nothing to find and nothing to be found
         t = read_tuples(anchor, positive, negative, pos_mask, neg_mask)
-        kept = Tuples(*(x[rows] for x in (t.anchor, t.positive, t.negative, t.pos_mask, t.neg_mask)))
-        if not rows.any():
-            return anchor.sum() * 0, {"negatives": 0.0}
-        loss = one_positive(kept, self.choose(pos_mask)[rows], self.temperature, self.include_negatives)
-        seen = {"negatives": float(rows.sum()) - 1, "contrast": loss}
+        loss = one_positive(t, self.choose(pos_mask), self.temperature, self.include_negatives)
+        seen = {"negatives": (pos_mask.any(1).sum() - 1).clamp(min=0).float(), "contrast": loss}
         if self.oracle_weight:
             order = oracle_rank(t, margin)
             loss, seen = loss + self.oracle_weight * order, seen | {"oracle": order}
@@ -108,7 +105,7 @@ def siglip_parts(
     bias: float = -10.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # main, hard, tier, in nats
     "SigLIP over the pool (Zhai et al. 2023), distractors as noes, and the ranking of the NearID loss"
-    x, rows = logits_of(t, temperature), t.pos_mask.any(1)
+    x = logits_of(t, temperature)
     answers = F.binary_cross_entropy_with_logits(x.pool + bias, x.is_own.to(x.pool), reduction="none")
     main = masked_mean(answers, x.in_pool.expand_as(answers))
     hard = masked_mean(F.softplus(x.own + bias), x.in_own)
@@ -209,6 +206,14 @@ class CircleTuples(TupleLoss):
         return base + self.tier_weight * tier, {"base": base, "tier": tier}
 
 # %% ../nbs/22c_nearid_ablations.ipynb #9cfd1614
+def symmetric(t: Tuples, temperature: float = 0.07) -> Tensor:
+    "The authors' clip_base: half of L_disc, half views that look for their anchor among all anchors"
+    back = torch.einsum("bpd,cd->bpc", t.positive, t.anchor) / temperature
+    own = torch.arange(len(back), device=back.device)
+    found = back.logsumexp(2) - back[own, :, own]
+    return (nearid_parts(t, temperature).discrimination + masked_mean(found, t.pos_mask)) / 2
+
+
 def triplet(t: Tuples, margin: float = 0.2) -> Tensor:
     "Semi-hard triplets of cosines: the nearest negative within the margin, or else the nearest of all"
     x = logits_of(t, 1.0)

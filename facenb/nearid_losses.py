@@ -8,6 +8,7 @@ __all__ = ['POOLS', 'POSITIVES', 'DISTRACTORS', 'SLOTS', 'TUPLE_LOSSES', 'Tuples
            'what_was_seen', 'register_tuple', 'NearID']
 
 # %% ../nbs/22_nearid_losses.ipynb #1b44c7b2
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gather import all_rows, gather_rows
-from .interface import Loss, LossEntry, check_range, full_precision, unit_norm
+from .gather import all_rows, gather_rows, ranks
+from .interface import LOSSES, Loss, LossEntry, check_range, full_precision, unit_norm
 
 # %% ../nbs/22_nearid_losses.ipynb #ad8094f3
 POOLS = ("masked", "repo")
@@ -48,6 +49,9 @@ def read_tuples(
         raise ValueError(f"anchor must be (B, d) and positive (B, P, d), not {tuple(anchor.shape)} "
                          f"and {tuple(positive.shape)}")
     negative = positive[:, :0] if negative is None else negative
+    for name, x in (("anchor", anchor), ("positive", positive), ("negative", negative)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be real numbers, not {x.dtype}")
     pos_mask, neg_mask = _mask("pos_mask", pos_mask, positive), _mask("neg_mask", neg_mask, negative)
     for name, views in (("positive", positive), ("negative", negative)):
         if views.ndim != 3 or (len(views), views.shape[2]) != anchor.shape:
@@ -199,7 +203,10 @@ class TupleLoss(Loss):
         group: dist.ProcessGroup | None,  # None: only the own tuples
         counts: list[int] | None = None,  # slots of every rank, six a row
     ) -> "TupleLoss":
-        "Compare with the tuples of all ranks; every rank then gives the loss of the whole batch"
+        "ValueError unless every rank says how many slots it has, so that all exchange as much"
+        world = ranks(group)[1]
+        if world > 1 and (not counts or len(counts) != world or any(n % SLOTS for n in counts)):
+            raise ValueError(f"counts {counts} must be {world} multiples of {SLOTS}, one a rank")
         self.group, self.counts = group, counts
         return self
 
@@ -217,11 +224,14 @@ class TupleLoss(Loss):
             block, facts = gather_rows(block, self.group), all_rows(facts, self.group)
             block, facts = block.view(-1, SLOTS, z.shape[1]), facts.view(-1, SLOTS, 2)
             block, facts = block[facts[:, 0, 0] > 0], facts[facts[:, 0, 0] > 0]  # rows with an anchor
+            if not len(block):
+                raise ValueError("no row of the batch has an anchor, a valid image in slot 0")
             valid = facts[:, 1:, 0] > 0
             views = block[:, 1:].split([POSITIVES, DISTRACTORS], 1)
             loss, seen = self.compare(block[:, 0], *views, *valid.split([POSITIVES, DISTRACTORS], 1),
                                       facts[:, 1 + POSITIVES:, 1])
-            seen = {**seen, "zeros": (z.detach().norm(dim=-1) == 0).sum()}
+            zeros = ((z.detach().norm(dim=-1) == 0) & (labels[:, 2] > 0)).sum()
+            seen = {**seen, "zeros": zeros}
         return loss, {name: torch.as_tensor(value, device=z.device).detach() for name, value in seen.items()}
 
     def place(self, z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # (R * 6, d), (R * 6, 2)
@@ -230,7 +240,8 @@ class TupleLoss(Loss):
         rows = max(self.counts) // SLOTS if self.counts else int(where.max()) // SLOTS + 1
         if int(where.max()) >= rows * SLOTS:
             raise ValueError(f"place {int(where.max()) // SLOTS} in a batch of {rows} rows")
-        facts = labels.new_zeros(rows * SLOTS, 2).index_copy(0, where, labels[:, 2:])
+        said = torch.where(labels[:, 2:3] > 0, labels[:, 2:], 0)  # nothing of an empty slot
+        facts = labels.new_zeros(rows * SLOTS, 2).index_copy(0, where, said)
         return z.new_zeros(rows * SLOTS, z.shape[1]).index_copy(0, where, z), facts
 
     def compare(
@@ -253,9 +264,17 @@ def check_slots(embeddings: Tensor, labels: Tensor) -> None:
     if labels.shape != (len(embeddings), 4):
         raise ValueError(f"{len(embeddings)} embeddings need labels (n, 4): place, slot, valid, margin; "
                          f"got {tuple(labels.shape)}")
-    place, slot = labels[:, 0], labels[:, 1]
-    if not ((place >= 0) & (slot >= 0) & (slot < SLOTS) & (slot == slot.floor())).all():
-        raise ValueError(f"places count from 0, slots lie in 0..{SLOTS - 1}")
+    place, slot, valid, margin = labels.T
+    whole = (place == place.floor()) & (slot == slot.floor())
+    for name, good in {
+        f"places are whole numbers from 0, slots in 0..{SLOTS - 1}":
+            whole & (place >= 0) & (slot >= 0) & (slot < SLOTS),
+        "valid is 0 or 1": (valid == 0) | (valid == 1),
+        "the margin of what is valid is a number": margin.isfinite() | (valid == 0),
+    }.items():
+        if not good.all():
+            row = int(good.int().argmin())
+            raise ValueError(f"{name}, but row {row} of labels is {labels[row].tolist()}")
     if len(torch.unique(place * SLOTS + slot)) < len(labels):
         raise ValueError("two images share a place and a slot")
 
@@ -269,19 +288,20 @@ def what_was_seen(
     lowest = torch.finfo(x.pool.dtype).min
     counts = torch.cat([x.in_pool.expand(len(x.pool), -1), x.in_own], 1)
     columns = torch.where(counts, torch.cat([x.pool, x.own], 1), lowest)
-    best, share = columns.max(1).values, columns.softmax(1)
+    first, share = columns.argmax(1), columns.softmax(1)
+    own = torch.arange(len(first), device=first.device) * there.shape[1]  # column of a row's slot 1
     others = torch.where(x.in_pool & ~x.is_own, x.pool, lowest).max(1).values
     hardest = torch.where(torch.cat([x.in_pool & ~x.is_own, x.in_own], 1), columns, lowest).max(1).values
     has_hardest = there & (hardest > lowest)[:, None]
     rank = parts.rank_counts
-    hits = {f"hits_{slot + 1}": masked_mean((x.target[:, slot] >= best).float(), there[:, slot])
+    hits = {f"hits_{slot + 1}": masked_mean((first == own + slot).float(), there[:, slot])
             for slot in range(there.shape[1])}
     return {
         "discrimination": parts.discrimination, "ranking": parts.ranking, **hits,
         "positive_cosine": masked_mean(x.target, there) * temperature,
         "distractor_cosine": masked_mean(x.own, x.in_own & rank) * temperature,
         "gap_to_hardest": masked_mean((x.target - hardest[:, None]) * temperature, has_hardest),
-        "entropy": torch.special.entr(share).sum(1).mean(),
+        "entropy": masked_mean(torch.special.entr(share).sum(1), counts.any(1)),
         "above_batch": masked_mean((x.own > parts.others[:, None]).float(), rank),
         "above_best": masked_mean((x.own > others[:, None]).float(), rank),
         "negatives": (x.in_pool & ~x.is_own).sum(1).float().mean(),
@@ -296,14 +316,30 @@ def register_tuple(
     name: str,  # what `-p loss NAME` says
     **facts,  # of `LossEntry`, without the family
 ) -> Callable[[type[TupleLoss]], type[TupleLoss]]:
-    "Decorator that enters a loss under its name; ValueError for a taken one"
+    "Decorator that enters a loss; ValueError for a taken name or a setting that cannot be one"
     def enter(make: type[TupleLoss]) -> type[TupleLoss]:
-        before = TUPLE_LOSSES.get(name)
-        if before is not None and before.make.__qualname__ != make.__qualname__:
-            raise ValueError(f"{name} is already the name of {before.make.__qualname__}")
-        TUPLE_LOSSES[name] = LossEntry(make, family="tuple", **facts)
+        entry = LossEntry(make, family="tuple", **facts)
+        _check_entry(name, entry)
+        TUPLE_LOSSES[name] = entry
         return make
     return enter
+
+
+def _check_entry(name: str, entry: LossEntry) -> None:
+    others, settings = LOSSES | TUPLE_LOSSES, entry.settings()
+    before = others.get(name)
+    if before is not None and before.make.__qualname__ != entry.make.__qualname__:
+        raise ValueError(f"{name} is already the name of {before.make.__qualname__}")
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"{name!r} must be letters and digits")
+    if unknown := entry.demo.keys() - settings.keys():
+        raise ValueError(f"{name} has no setting {', '.join(sorted(unknown))}")
+    for key, value in settings.items():
+        kinds = {type(value), type(entry.demo.get(key, value)),
+                 *(type(e.settings()[key]) for e in others.values() if key in e.settings())}
+        if type(value) not in (int, float, bool, str) or len(kinds) > 1:
+            raise ValueError(f"{key} of {name} must be a number, a bool or text, "
+                             "the same as in other losses")
 
 
 @register_tuple("nearid", equation=r"L_{disc} + \alpha L_{rank} + \beta L_{coh}",
