@@ -17,6 +17,7 @@ from facenb.nearid_losses import SLOTS, TUPLE_LOSSES, NearID, nearid_loss
 from facenb.objects import write_objects
 from facenb.registry import build_loss
 from facenb.scorers import nearid_scorer, score_tuples
+from facenb.weights import WeightsError
 from facenb.zoo import build_backbone
 from ranks import run_ranks
 
@@ -139,8 +140,11 @@ def test_demo_runs_from_one_command(tmp_path):
     assert record["parameters"]["backbone"] == "siglip2_tiny" and record["parameters"]["train"] == "head"
     assert {"ssr", "pa", "pa_pub", "unseen_ssr", "sdxl_ssr", "mtg_mo", "cosine_distractor"} <= set(record["metrics"])
     folder = next((tmp_path / "data" / "runs").glob("*/record.json")).parent
+    torch.manual_seed(record["parameters"]["seed"])  # the frozen weights are random: those of the run
     start, trained = build_backbone("siglip2_tiny", train="head"), read_run(folder)
     told = load_head(start, folder)["facts"]
+    with pytest.raises(WeightsError, match="this network has"):
+        load_head(build_backbone("siglip2_tiny", train="head"), folder)
     assert all(torch.equal(a, b) for a, b in zip(start.vision.head.parameters(), trained.vision.head.parameters(), strict=True))
     assert told["loss"] == "nearid" and told["alpha"] == 0.5 and told["fingerprint"] == record["parameters"]["fingerprint"]
     scorer = nearid_scorer(folder)
