@@ -313,7 +313,8 @@ def read_square(
         return HALF | {"size": size, "mode": USUAL}
     told, said = read_json(path), read_preprocessing(path)
     if told.get("size") not in (size, {"height": size, "width": size}):
-        raise WeightsError(f"{path}: size {told.get('size')!r}, needed height and width {size} of config.json")
+        raise WeightsError(f"{path}: size {told.get('size')!r}, "
+                           f"needed height and width {size} of config.json")
     if told.get("do_center_crop") or not told.get("do_resize", True):
         raise WeightsError(f"{path} crops or does not resize, but NearID sees the whole picture")
     if "mode" not in said:
