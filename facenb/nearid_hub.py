@@ -369,8 +369,8 @@ def import_checkpoint(
     fill(exact.vision.state_dict(), tensors)
     rounded = copy.deepcopy(exact)
     fill(rounded.vision.state_dict(), as_half(tensors, str(path)))
-    draw = torch.Generator().manual_seed(0)
-    accept_conversion(exact, rounded, torch.rand(1, 3, pixels["size"], pixels["size"], generator=draw) * 2 - 1)
+    draw, side = torch.Generator().manual_seed(0), pixels["size"]
+    accept_conversion(exact, rounded, torch.rand(1, 3, side, side, generator=draw) * 2 - 1)
     rounded.name = "siglip2_so400m"
     rounded.origin = {"repository": None, "revision": None, "file": path.name, "sha256": file_hash(path)}
     return let_learn(rounded.eval(), train)
