@@ -113,9 +113,9 @@ def test_pooled_is_all_trials_together():
     "Engines of unequal size and with holes: micro, not the mean of engines"
     rng = np.random.default_rng(3)
     sets = []
-    for count, shift in ((10, 2.0), (50, 0.0), (90, 0.5)):
+    for count, shift, two_views in ((10, 2.0, 10), (50, 0.0, 5), (90, 0.5, 80)):
         sim, cross = rng.normal(shift, 1, (count, 3)), rng.normal(0, 1, (count, 3))
-        sim[: count // 2, 1:] = nan
+        sim[:two_views, 1:] = nan
         sets.append((sim, cross))
     rows = pd.DataFrame([margins(*one) for one in sets])
     together, pooled = margins(*(np.concatenate(side) for side in zip(*sets))), pool(rows)
@@ -170,8 +170,12 @@ def test_intervals_refuse(sets, options, words):
         margin_intervals(sets, **options)
 
 
-def test_intervals_without_trials():
+def test_intervals_of_what_counts():
     assert np.isnan(margin_intervals([(np.full((4, 3), nan), CROSS[:4])])["ssr"]).all()
+    ties = [(np.full((20, 3), .5), np.full((20, 3), .5))]
+    assert margin_intervals(ties) == {"ssr": (0, 0), "pa": (0, 0)}
+    half = np.where(np.arange(20)[:, None] % 2, nan, 1.0) * np.ones(3)
+    assert margin_intervals([(half, np.zeros((20, 3)))]) == {"ssr": (1, 1), "pa": (1, 1)}
 
 
 # ---- Mind-the-Glitch and Fisher means
@@ -350,6 +354,14 @@ def test_agreement_by_hand():
     assert human_agreement(people).mean.value > table.value["object"]
 
 
+def test_halves_and_a_perfect_score():
+    people, scores = ratings()
+    rows = agreement(people, scores).methods
+    assert rows.half_difference.tolist() == pytest.approx(((rows.r1 - rows.r2).abs() / 2).tolist()) and rows.half_difference.min() > 0
+    same = {method: (first, first) for method, (first, _) in people.items()}
+    assert agreement(same, {method: first for method, (first, _) in people.items()}).mean.value == pytest.approx(0.9999, abs=1e-9)
+
+
 def test_pairs_are_made_by_key_not_by_place():
     people, scores = ratings()
     shuffled = {method: one.sample(frac=1, random_state=3) for method, one in scores.items()}
@@ -389,6 +401,7 @@ def test_groups_of_people(tmp_path):
     back = read_human(tmp_path)
     for method, groups in people.items():
         for mine, group in zip(back[method], groups):
+            assert mine.index.equals(back[method][0].index)
             pd.testing.assert_series_equal(mine.sort_index(), group.sort_index(), check_names=False)
     (tmp_path / "group2" / "emu2-cp.json").write_text('{"object_00_thing-0": 1, "object_98_x-0": 2}')
     with pytest.raises(MarginError, match=r"emu2: only one group .* \(100 items\)"):
